@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from programs import Programs
+from ranks import jobs_of, results_of
 
 try:
     import hypothesis
@@ -47,6 +49,19 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
+    """The results of a job by rank; all jobs of a folder's tests are done at once."""
+    folders: dict[Any, list[pytest.Item]] = {}
+    for item in request.session.items:
+        folders.setdefault(item.path.parent, []).append(item)
+    found: dict[str, list[Any]] = {}
+    for items in folders.values():
+        if jobs := jobs_of(items):
+            found.update(results_of(jobs))
+    return found.__getitem__
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
+from ranks import Job
 
+from .collectives import Collectives
 from .common import assert_close, assert_equal, batches, grads, joined, loss_of, make_model, values
-from .processes import Collectives, Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 

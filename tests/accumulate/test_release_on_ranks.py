@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
+from ranks import Job
 
+from .collectives import Collectives
 from .common import OddLayouts, assert_equal, batches, loss_of, make_model, values
-from .processes import Collectives, Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SMALL = 0.0005  # MiB: several buckets

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accumulate.processes import Job, results_of
+from ranks import Job, results_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from accumulate.processes import results_of
 from faststep import _C
 from faststep._torch.streams import lasts
 from faststep.data.deliver import copies
+from ranks import jobs_of, results_of
 
 from . import fake, late
 
@@ -31,12 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Machine]:
 def cuda_ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
     """The results by rank of a job of CUDA_JOBS, in processes with a fake machine each."""
     fake.build(fake.LIBRARY)
-    jobs = {}
-    for item in request.session.items:
-        for job in getattr(getattr(item, "module", None), "CUDA_JOBS", ()):
-            jobs[job.name] = job
-    results = results_of(list(jobs.values()))
-    return results.__getitem__
+    return results_of(jobs_of(request.session.items, "CUDA_JOBS")).__getitem__
 
 
 @pytest.fixture

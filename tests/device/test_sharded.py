@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 from zero.common import OTHERS, SHAPES, Given, differences, mean_of, optimizer_of, states_differ
 from zero.test_exact import LOW, _grads, _groups
 

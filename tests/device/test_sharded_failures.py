@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 from zero.common import SHAPES, Given, differences, grads_for, mean_of
 
 from . import fake

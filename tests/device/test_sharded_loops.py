@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
 from faststep._torch.ddp import is_inside_backward
+from ranks import Job
 from zero.common import SHAPES as ALL_SHAPES
 from zero.common import Given, differences, grads_for, mean_of, optimizer_of, states_differ
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from accumulate.processes import Job
-
-__all__ = ["Twins", "backward", "fully_sharded", "jobs_of", "local", "locals_of", "net", "whole"]
+__all__ = ["Twins", "backward", "fully_sharded", "local", "locals_of", "net", "whole"]
 
 
 def net(seed: int = 3) -> nn.Sequential:
@@ -84,22 +80,3 @@ class Twins:
                 if key not in ("step", "mu_product", "eta", "mu"):  # which all ranks have
                     assert isinstance(value, DTensor) is isinstance(param, DTensor)
                 assert torch.equal(local(value), theirs[key]), key
-
-
-def _caught(work: Callable[..., None], rank: int, world: int, *args: Any) -> str:
-    try:
-        work(rank, world, *args)
-    except BaseException:  # pytest's own are not of Exception
-        traceback.print_exc()  # at once: the other ranks may wait for this one
-        return traceback.format_exc()
-    return ""
-
-
-def jobs_of(world: int, *works: Callable[..., None]) -> list[Job]:
-    """A job for each function; its result is "", or what failed."""
-    return [
-        Job(
-            f"{work.__module__}.{work.__name__} on {world}", world, functools.partial(_caught, work)
-        )
-        for work in works
-    ]

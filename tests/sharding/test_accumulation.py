@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 import faststep
 import faststep.optim
 import faststep.zero
+from ranks import on_ranks
 
-from .common import backward, fully_sharded, jobs_of, local, net, whole
+from .common import backward, fully_sharded, local, net, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -34,7 +34,8 @@ WAYS: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
-def windows(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_windows(rank: int, world: int) -> None:
     """A window without model= gives the mean of gradients that FSDP2 has reduced each time."""
     for clip in ("", "inside", "window", "function"):
         for cls in (faststep.optim.AdamW, torch.optim.AdamW):
@@ -67,7 +68,8 @@ def windows(rank: int, world: int) -> None:
             accum.remove()
 
 
-def windows_by_model(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_windows_by_model(rank: int, world: int) -> None:
     """With model= only the last micro-step communicates, as by set_requires_gradient_sync."""
     names = ("replicate", "shard")
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if world == 4 else None
@@ -105,7 +107,8 @@ def windows_by_model(rank: int, world: int) -> None:
         accum.remove()
 
 
-def windows_that_fail(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_windows_that_fail(rank: int, world: int) -> None:
     """What a dropped window has left inside FSDP2 is no part of the next one."""
     results = []
     for fails in (False, True):
@@ -132,7 +135,8 @@ def windows_that_fail(rank: int, world: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-def in_float32(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_in_float32(rank: int, world: int) -> None:
     """The parts of bf16 gradients are added up in fp32, on FSDP2 and on tensor parallelism."""
     count = 6
     for in_pairs in (False, True):
@@ -178,7 +182,8 @@ def backward_in_bfloat16(model: nn.Module, rank: int, step: int) -> None:
     model(torch.randn(4, 6, generator=source).bfloat16()).float().square().mean().backward()
 
 
-def installed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_installed(rank: int, world: int) -> None:
     """An unchanged loop, over a model that calls fully_shard itself and one of shard(stage=3)."""
     results = []
     for how in ("torch", "installed", "stage 3"):
@@ -204,7 +209,8 @@ def installed(rank: int, world: int) -> None:
             torch.testing.assert_close(one, two)
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, world: int) -> None:
     model = fully_sharded()
     optimizer = faststep.optim.AdamW(model.named_parameters(), lr=0.1)
     low = fully_shard(net().bfloat16())
@@ -213,16 +219,3 @@ def refused(rank: int, world: int) -> None:
         faststep.accumulate(of_low, 2, model=low, dtype=torch.float32)
     with pytest.raises(TypeError, match=re.escape("'0.weight'")):
         faststep.release_gradients(model, optimizer)
-
-
-SHARDED = [
-    *jobs_of(2, windows, windows_by_model, windows_that_fail, installed, in_float32),
-    *jobs_of(2, refused),
-    *jobs_of(4, windows_by_model),
-]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_accumulation(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import faststep
 import faststep.optim
+from ranks import on_ranks
 
-from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, whole
+from .common import Twins, backward, fully_sharded, local, locals_of, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -116,7 +117,8 @@ def check_twins(twins: Twins) -> None:
         torch.testing.assert_close(locals_of([param])[0], plain.data, rtol=1e-4, atol=1e-5)
 
 
-def in_the_step(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_in_the_step(rank: int, world: int) -> None:
     """FSDP2: `max_grad_norm` clips by the norm of all, with one collective per step."""
     for name, options in (("AdamW", {}), ("SGD", {"momentum": 0.9})):
         cls = getattr(faststep.optim, name)
@@ -144,7 +146,8 @@ def in_the_step(rank: int, world: int) -> None:
         assert exact_norm(model.parameters()) == pytest.approx(LIMIT, rel=1e-4)
 
 
-def hybrid(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_hybrid(rank: int, world: int) -> None:
     """A replicated part counts once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_sharded(mesh=mesh)
@@ -172,7 +175,8 @@ class Block(nn.Module):
         return out
 
 
-def two_dimensional(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_two_dimensional(rank: int, world: int) -> None:
     """FSDP2 over one dimension of a mesh, tensor parallelism over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -197,7 +201,8 @@ def two_dimensional(rank: int, world: int) -> None:
         optimizer.zero_grad()
 
 
-def several_meshes(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_several_meshes(rank: int, world: int) -> None:
     """One collective per process group; plain tensors and replicated ones count once."""
     params = mixed_params(world)
     groups = [{"params": params[:4]}, {"params": params[4:], "lr": 0.2}]
@@ -231,7 +236,8 @@ def several_meshes(rank: int, world: int) -> None:
         check_twins(twins)
 
 
-def on_one_rank_only(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_on_one_rank_only(rank: int, world: int) -> None:
     """A rank without any gradient takes part, from the first step on."""
     mesh = init_device_mesh("cpu", (world,))
     param: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
@@ -245,7 +251,8 @@ def on_one_rank_only(rank: int, world: int) -> None:
         same_everywhere(optimizer.last_grad_norm)
 
 
-def by_functions(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_by_functions(rank: int, world: int) -> None:
     """The four functions on gradients of several meshes, for every order of the norm."""
     for order, limit in zip(ORDERS, (0.3, 1e6, 0.3, 0.3), strict=True):
         params = mixed_params(world)
@@ -278,7 +285,8 @@ def by_functions(rank: int, world: int) -> None:
             torch.testing.assert_close(whole(param.grad), clipped)
 
 
-def as_torch(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_as_torch(rank: int, world: int) -> None:
     """torch's own functions on a model of FSDP2, among them an order that is torch's affair.
 
     torch's norm of order inf raises on ranks with an empty part, and the others wait for them.
@@ -305,7 +313,8 @@ def as_torch(rank: int, world: int) -> None:
     assert faststep.clip_grad_norm_(list(nn.Linear(1, 1).parameters()), 1.0) == 0.0
 
 
-def not_finite(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_not_finite(rank: int, world: int) -> None:
     """An infinite or undefined element on one rank is one for all.
 
     Over gloo torch's norm of order inf differs from rank to rank then.
@@ -340,7 +349,8 @@ def not_finite(rank: int, world: int) -> None:
                 torch.testing.assert_close(list(mine), list(other), equal_nan=True)
 
 
-def sums_that_wait(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sums_that_wait(rank: int, world: int) -> None:
     """`Partial` gradients are added over the ranks before anything is measured."""
     mesh = init_device_mesh("cpu", (world,))
     values = torch.arange(15.0).reshape(5, 3)
@@ -367,7 +377,8 @@ def sums_that_wait(rank: int, world: int) -> None:
     torch.testing.assert_close(whole(three), -total * (2.0 / norm))
 
 
-def watched(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_watched(rank: int, world: int) -> None:
     """Inside a TorchDispatchMode torch's operators do it all, with the same norm on all ranks."""
     results = []
     for watch in (False, True):
@@ -391,16 +402,3 @@ def watched(rank: int, world: int) -> None:
         results.append([optimizer.last_grad_norm, *map(whole, model.parameters())])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-SHARDED = [
-    *jobs_of(2, in_the_step, several_meshes, on_one_rank_only, by_functions, as_torch, not_finite),
-    *jobs_of(2, sums_that_wait, watched),
-    *jobs_of(4, in_the_step, hybrid, two_dimensional, several_meshes, by_functions, as_torch),
-]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_clipping(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

@@ -6,7 +6,6 @@ torch's functions wait until the timeout where a rank has no gradient at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 import faststep
 import faststep.optim
+from ranks import on_ranks
 
-from .common import jobs_of, local, locals_of
+from .common import local, locals_of
 from .test_clipping import counted, mixed_params, same_everywhere
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -38,7 +38,8 @@ def sharded(world: int, *names: str) -> list[Any]:
     return made
 
 
-def clip(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_clip(rank: int, world: int) -> None:
     """The norm is that of the gradients that there are, on every rank."""
     for order in (2.0, math.inf, 1.0):
         params = sharded(world, "a", "b")
@@ -62,7 +63,8 @@ def clip(rank: int, world: int) -> None:
             assert params[0].grad is params[1].grad is None
 
 
-def clip_without_any(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_clip_without_any(rank: int, world: int) -> None:
     """As torch's: no norm, and no difference in what is returned."""
     params = sharded(world, "a")
     params[0].grad = None
@@ -72,7 +74,8 @@ def clip_without_any(rank: int, world: int) -> None:
         assert torch.equal(norm, torch.tensor(0.0))
 
 
-def clip_without_those_of_a_mesh(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_clip_without_those_of_a_mesh(rank: int, world: int) -> None:
     """The last rank has no gradients on one of the meshes, or of none that is divided over all."""
     for missing in ((0,), (3,), (0, 3)):
         params = mixed_params(world)
@@ -88,7 +91,8 @@ def clip_without_those_of_a_mesh(rank: int, world: int) -> None:
         same_everywhere(local(norm))
 
 
-def scaled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_scaled(rank: int, world: int) -> None:
     """An overflow on one rank counts on the rank without gradients: scales stay alike."""
     ways: list[tuple[Any, str, dict[str, Any]]] = [
         (torch.optim.AdamW, "", {}),
@@ -121,7 +125,8 @@ def scaled(rank: int, world: int) -> None:
             assert same == (bad or rank == world - 1), (cls, how, options)
 
 
-def scaled_without_any(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_scaled_without_any(rank: int, world: int) -> None:
     """torch's error where no rank has a gradient."""
     for cls in (torch.optim.SGD, faststep.optim.SGD):
         params = sharded(world, "a")
@@ -149,7 +154,8 @@ def refused(rank: int, world: int, own: type[Exception], text: str) -> Any:
     return pytest.raises(RuntimeError, match=rf"(?s)rank {world - 1}.*{text}")
 
 
-def step_that_fails_on_one_rank(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_step_that_fails_on_one_rank(rank: int, world: int) -> None:
     """At the first step and at a later one; nothing is updated anywhere."""
     for before_it in (0, 2):
         params = bad_on_one_rank(rank, world)
@@ -170,7 +176,8 @@ def step_that_fails_on_one_rank(rank: int, world: int) -> None:
         assert not torch.equal(values[2], params[2].detach())
 
 
-def function_that_fails_on_one_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_function_that_fails_on_one_rank(rank: int, world: int) -> None:
     for order in (2.0, math.inf):
         params = bad_on_one_rank(rank, world)
         grads = [param.grad for param in params]
@@ -182,7 +189,8 @@ def function_that_fails_on_one_rank(rank: int, world: int) -> None:
         assert all(map(torch.equal, values, locals_of(grads[:2])))
 
 
-def unscale_that_fails_on_one_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_unscale_that_fails_on_one_rank(rank: int, world: int) -> None:
     params = bad_on_one_rank(rank, world)
     scaler = faststep.amp.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(torch.zeros(()))
@@ -198,17 +206,3 @@ def unscale_that_fails_on_one_rank(rank: int, world: int) -> None:
     scaler.scale(torch.zeros(()))
     with refused(rank, world, ValueError, "FP16"):
         scaler.unscale_(torch.optim.SGD(half, lr=0.1))
-
-
-SHARDED = [
-    *jobs_of(2, clip, clip_without_any, clip_without_those_of_a_mesh, scaled, scaled_without_any),
-    *jobs_of(2, step_that_fails_on_one_rank, function_that_fails_on_one_rank),
-    *jobs_of(2, unscale_that_fails_on_one_rank),
-    *jobs_of(4, clip, clip_without_those_of_a_mesh, step_that_fails_on_one_rank),
-]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_different_ranks(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import faststep
 import faststep.optim
 import faststep.zero
+from ranks import on_ranks
 
-from .common import backward, fully_sharded, jobs_of, net
+from .common import backward, fully_sharded, net
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -61,7 +62,8 @@ def steps(rank: int, made: Callable[[], Made], scaled: bool) -> list[Callable[[]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def freed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_freed(rank: int, world: int) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -73,7 +75,8 @@ def freed(rank: int, world: int) -> None:
         gc.enable()
 
 
-def alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_alone(rank: int, world: int) -> None:
     """The same for one DTensor that is no part of a model."""
     mesh = init_device_mesh("cpu", (world,))
     gc.collect()
@@ -88,12 +91,3 @@ def alone(rank: int, world: int) -> None:
         assert [one() for one in gone] == [None] * 3
     finally:
         gc.enable()
-
-
-SHARDED = jobs_of(2, freed, alone)
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_freed(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

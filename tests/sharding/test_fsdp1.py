@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import faststep
 import faststep.optim
+from ranks import on_ranks
 
-from .common import backward, jobs_of, net
+from .common import backward, net
 from .test_clipping import counted, same_everywhere
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -44,7 +44,8 @@ def wrapped(original: bool, strategy: str, world: int) -> Any:
     )
 
 
-def trains(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_trains(rank: int, world: int) -> None:
     """With clipping in the step, in place of the model's clip_grad_norm_."""
     strategies = ("HYBRID_SHARD",) if world == 4 else STRATEGIES
     for strategy in strategies:
@@ -71,7 +72,8 @@ def trains(rank: int, world: int) -> None:
                     torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
-def scaled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_scaled(rank: int, world: int) -> None:
     """An overflow on one rank makes all of them skip; max_norm= of the scaler clips by the norm."""
     for max_norm in (None, LIMIT):
         model = wrapped(True, "FULL_SHARD", world)
@@ -99,7 +101,8 @@ def scaled(rank: int, world: int) -> None:
             same_everywhere(optimizer.last_grad_norm)
 
 
-def without_its_model(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_without_its_model(rank: int, world: int) -> None:
     """The process group is known to the model only."""
     param = nn.Parameter(torch.ones(3))
     param._fsdp_flattened = True  # type: ignore[attr-defined]
@@ -108,12 +111,3 @@ def without_its_model(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match=r"'lost'.*model that is gone; nothing was updated"):
         optimizer.step()
     assert torch.equal(param, torch.ones(3))
-
-
-SHARDED = [*jobs_of(2, trains, scaled, without_its_model), *jobs_of(4, trains)]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_fsdp1(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import (
 
 import faststep
 import faststep.optim
+from ranks import on_ranks
 
-from .common import jobs_of, local
+from .common import local
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -97,7 +98,8 @@ def total(model: nn.Module, x: Tensor, step: int) -> Tensor:
     return loss
 
 
-def frozen_inside(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_frozen_inside(rank: int, world: int) -> None:
     """Only biases are trained, frozen before or after sharding, with blocks computed again."""
     for reshard, again, late in itertools.product(RESHARD, (False, True), (False, True)):
 
@@ -121,7 +123,8 @@ def frozen_inside(rank: int, world: int) -> None:
         train(rank, build, total)
 
 
-def frozen_across(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_frozen_across(rank: int, world: int) -> None:
     """Every other block is frozen, one step is without gradients, and all are trained later."""
     for reshard, unfreeze in itertools.product(RESHARD, RESHARD):
 
@@ -177,7 +180,8 @@ def sharded(make: Callable[[], nn.Module], names: tuple[str, ...], **options: An
     return fully_shard(model, **options)
 
 
-def repeated_forward(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_repeated_forward(rank: int, world: int) -> None:
     for reshard in RESHARD:
         names = ("first", "frozen", "trained")
         train(
@@ -187,7 +191,8 @@ def repeated_forward(rank: int, world: int) -> None:
         )
 
 
-def unused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_unused(rank: int, world: int) -> None:
     """A result that the loss does not use after three steps, and a layer that is never called."""
 
     def some(model: nn.Module, x: Tensor, step: int) -> Tensor:
@@ -215,7 +220,8 @@ class Wrapped(nn.Module):
         return self.pack(self.block(self.unpack(x)))
 
 
-def containers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_containers(rank: int, world: int) -> None:
     kinds: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
         (lambda x: [x], lambda c: c[0]),
         (lambda x: (x,), lambda c: c[0]),
@@ -240,7 +246,8 @@ def containers(rank: int, world: int) -> None:
 NORMS = (1.0, 2.0, 3.0, float("inf"))
 
 
-def clipped(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_clipped(rank: int, world: int) -> None:
     """torch's own clipping before our step, by every kind of norm."""
     for norm in NORMS:
 
@@ -250,7 +257,8 @@ def clipped(rank: int, world: int) -> None:
         train(rank, blocks_of, total, clip)
 
 
-def tensor_parallel(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_tensor_parallel(rank: int, world: int) -> None:
     """Tensor parallel inside, sharded outside: DTensors of a mesh of two dimensions."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -277,7 +285,8 @@ def largest(param: Tensor) -> Shard:
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
 
 
-def mixed_precision(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_mixed_precision(rank: int, world: int) -> None:
     """bf16 in forward and fp32 in the optimizer, and the other way for what ranks send."""
     half, single = torch.bfloat16, torch.float32
     for kinds, reshard, place in itertools.product(
@@ -291,7 +300,8 @@ def mixed_precision(rank: int, world: int) -> None:
         train(rank, lambda o=options: blocks_of(**o), total, steps=3)
 
 
-def accumulated(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_accumulated(rank: int, world: int) -> None:
     """Micro-batches without a reduction between them, whose sums are fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -307,7 +317,8 @@ def accumulated(rank: int, world: int) -> None:
         train(rank, lambda o=options: blocks_of(**o), loss_of)
 
 
-def kept_state_dict(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_kept_state_dict(rank: int, world: int) -> None:
     """A state dict made once has the parameters' own memory before and after each step."""
     for width in (2, 3, 4, 5):
         torch.manual_seed(42)
@@ -326,23 +337,3 @@ def kept_state_dict(rank: int, world: int) -> None:
         optimizer.step()
         assert bool((local(model.weight) != 7).all())
         assert torch.equal(local(kept), local(model.weight))
-
-
-WORKS = (
-    frozen_inside,
-    frozen_across,
-    repeated_forward,
-    unused,
-    containers,
-    clipped,
-    mixed_precision,
-    accumulated,
-    kept_state_dict,
-)
-SHARDED = [*jobs_of(2, *WORKS), *jobs_of(4, frozen_across, clipped, tensor_parallel)]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_fsdp2_models(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

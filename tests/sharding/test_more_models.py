@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import faststep
 import faststep.optim
+from ranks import on_ranks
 
-from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, whole
+from .common import Twins, backward, fully_sharded, local, locals_of, whole
 from .test_clipping import counted, exact_norm, same_everywhere
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has 
 LIMIT = 0.3
 
 
-def compiled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_compiled(rank: int, world: int) -> None:
     """torch.compile over FSDP2 trains as torch's eager model and optimizer do."""
     model, other = fully_sharded(), fully_sharded()
     fast = torch.compile(model, backend="aot_eager")
@@ -42,7 +43,8 @@ def compiled(rank: int, world: int) -> None:
             torch.testing.assert_close(local(mine), local(theirs), rtol=1e-4, atol=1e-5)
 
 
-def compiled_loop(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_compiled_loop(rank: int, world: int) -> None:
     """A whole training step inside torch.compile, with our step and scaler."""
     model, other = fully_sharded(), fully_sharded()
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=LIMIT)
@@ -64,7 +66,8 @@ def compiled_loop(rank: int, world: int) -> None:
         torch.testing.assert_close(local(mine), local(theirs))
 
 
-def one_of_two_meshes(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_one_of_two_meshes(rank: int, world: int) -> None:
     """Each half of the ranks trains by itself; what it clips by is its own norm."""
     halves = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("half", "shard"))
     mesh = halves["shard"]
@@ -80,7 +83,8 @@ def one_of_two_meshes(rank: int, world: int) -> None:
     assert norm.item() == pytest.approx(expected)
 
 
-def some_ranks_only(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_some_ranks_only(rank: int, world: int) -> None:
     """A mesh of the first two ranks, in an optimizer that the others do not have."""
     mesh = DeviceMesh("cpu", torch.arange(2))
     if rank < 2:
@@ -97,7 +101,8 @@ def some_ranks_only(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def several_dtypes(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_several_dtypes(rank: int, world: int) -> None:
     """On two meshes, beside plain ones: one norm, in the promoted dtype."""
     line = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, world // 2))
@@ -129,15 +134,3 @@ def several_dtypes(rank: int, world: int) -> None:
     small = [grad.double() for grad in locals_of([params[4].grad, params[9].grad])]
     assert all(bool(grad.isfinite().all()) for grad in small)
     assert exact_norm(params) == pytest.approx(norm * factor, rel=1e-2)
-
-
-SHARDED = [
-    *jobs_of(2, compiled, compiled_loop, several_dtypes),
-    *jobs_of(4, one_of_two_meshes, some_ranks_only, several_dtypes),
-]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_more_models(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

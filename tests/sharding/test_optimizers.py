@@ -27,8 +27,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import faststep.optim
+from ranks import on_ranks
 
-from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, net, whole
+from .common import Twins, backward, fully_sharded, local, locals_of, net, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -94,21 +95,25 @@ def check_states_are_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None
             assert (value.shape, value.stride()) == (theirs[key].shape, theirs[key].stride())
 
 
-def fsdp2(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_fsdp2(rank: int, world: int) -> None:
     check_training(fully_sharded, rank, CLASSES if world == 2 else FIVE)
 
 
-def mixed_precision(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_mixed_precision(rank: int, world: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_training(lambda: fully_sharded(mp_policy=policy), rank, ["adamw"])
 
 
-def offloaded(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_offloaded(rank: int, world: int) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     check_training(lambda: fully_sharded(offload_policy=policy), rank, ["adamw"])
 
 
-def hybrid(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_hybrid(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     check_training(lambda: fully_sharded(mesh=mesh), rank, ["adamw", "momentum"])
 
@@ -125,7 +130,8 @@ class Block(nn.Module):
         return out
 
 
-def tensor_parallel(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_tensor_parallel(rank: int, world: int) -> None:
     """Sharded parameters beside plain ones, which all ranks have."""
     mesh = init_device_mesh("cpu", (world,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -136,7 +142,8 @@ def tensor_parallel(rank: int, world: int) -> None:
     check_training(make, 0, ["adamw", "momentum", "rprop"])
 
 
-def sequence_parallel(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sequence_parallel(rank: int, world: int) -> None:
     """The gradients of a norm's replicated parameters arrive as sums that wait to be added."""
     mesh = init_device_mesh("cpu", (world,))
 
@@ -169,7 +176,8 @@ def _param(mesh: Any, placements: Any, shape: tuple[int, ...] = (5, 3)) -> nn.Pa
     return nn.Parameter(distribute_tensor(values, mesh, placements))
 
 
-def other_placements(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_other_placements(rank: int, world: int) -> None:
     """A gradient is divided as its parameter first, and a sum is added up."""
     mesh = init_device_mesh("cpu", (world,))
     for of_param, of_grad in (
@@ -194,7 +202,8 @@ def other_placements(rank: int, world: int) -> None:
             assert param.grad.placements == param.placements
 
 
-def states_with_other_placements(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_states_with_other_placements(rank: int, world: int) -> None:
     """A state is divided as its parameter first, even if parts of other rows have its shape."""
     line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     values = torch.arange(12.0).reshape(4, 3)
@@ -221,7 +230,8 @@ def states_with_other_placements(rank: int, world: int) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
-def several_meshes(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_several_meshes(rank: int, world: int) -> None:
     """Of different shapes, and plain parameters, in several groups of one optimizer."""
     line = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
@@ -287,7 +297,8 @@ def _new_counter(param: Any, optimizer: Any) -> None:
     optimizer.state[param]["step"] = torch.tensor(40.0)
 
 
-def changed_between_steps(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_changed_between_steps(rank: int, world: int) -> None:
     """A step that is like the one before is recognized; any difference is seen."""
     mesh = init_device_mesh("cpu", (world,))
     changes = (
@@ -318,7 +329,8 @@ def changed_between_steps(rank: int, world: int) -> None:
                     assert local(param)._version > part
 
 
-def torchs_scale_protocol(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_torchs_scale_protocol(rank: int, world: int) -> None:
     """`grad_scale` divides, and the quotient is in `.grad` afterwards."""
     mesh = init_device_mesh("cpu", (world,))
     param: Any = _param(mesh, [Shard(0)])
@@ -335,7 +347,8 @@ def torchs_scale_protocol(rank: int, world: int) -> None:
     assert torch.equal(locals_of([param])[0], before - 2.0)
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, world: int) -> None:
     """What cannot be stepped is named, and nothing has changed."""
     mesh, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     fine, param = _param(mesh, [Shard(0)]), _param(mesh, [Shard(0)])
@@ -378,22 +391,6 @@ def refused(rank: int, world: int) -> None:
     before = locals_of([fine])[0]
     optimizer.step()
     assert not torch.equal(before, locals_of([fine])[0])
-
-
-SHARDED = [
-    *jobs_of(2, fsdp2, mixed_precision, offloaded, tensor_parallel, sequence_parallel),
-    *jobs_of(2, other_placements, several_meshes, changed_between_steps),
-    *jobs_of(2, states_with_other_placements),
-    *jobs_of(2, torchs_scale_protocol, refused),
-    *jobs_of(4, fsdp2, hybrid, tensor_parallel, other_placements, several_meshes),
-    *jobs_of(4, states_with_other_placements),
-]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_optimizers(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure
 
 
 def test_the_net_has_uneven_and_empty_shards() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import faststep
 import faststep.optim
+from ranks import on_ranks
 
-from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, whole
+from .common import Twins, backward, fully_sharded, local, locals_of, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -76,7 +76,8 @@ def train(
     return found
 
 
-def overflow_on_one_rank(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_overflow_on_one_rank(rank: int, world: int) -> None:
     """All skip or none does, for every pair of scalers and optimizers, and scales stay alike."""
     results: dict[bool, list[Any]] = {}
     for number, way in enumerate(WAYS[:: world // 2]):
@@ -89,7 +90,8 @@ def overflow_on_one_rank(rank: int, world: int) -> None:
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=str(way))
 
 
-def flags_that_differ(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_flags_that_differ(rank: int, world: int) -> None:
     """A step that clips agrees on the flag that it is given, too: no rank waits for another."""
     mesh = init_device_mesh("cpu", (world,))
     param: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
@@ -104,7 +106,8 @@ def flags_that_differ(rank: int, world: int) -> None:
         assert torch.equal(before, locals_of([param])[0]) == (bad_rank >= 0)
 
 
-def unscaled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_unscaled(rank: int, world: int) -> None:
     """`unscale_` of uneven and empty parts, with the bits of the same on plain tensors."""
     model = fully_sharded()
     backward(model, rank, 0, SCALE)
@@ -123,15 +126,3 @@ def unscaled(rank: int, world: int) -> None:
     scaler.scale(torch.zeros(()))
     with pytest.raises(ValueError, match="FP16"):
         scaler.unscale_(torch.optim.SGD([half], lr=0.1))
-
-
-SHARDED = [
-    *jobs_of(2, overflow_on_one_rank, flags_that_differ, unscaled),
-    *jobs_of(4, overflow_on_one_rank),
-]
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_scaler(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

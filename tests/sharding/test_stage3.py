@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 import faststep.optim
 from faststep.cli.scripts.gpt import GPT, GPTConfig
 from faststep.zero import shard
+from ranks import on_ranks
 
-from .common import jobs_of, whole
+from .common import whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -101,15 +102,18 @@ def check_stage(rank: int, world: int, make: Callable[..., Any]) -> None:
         assert sharded.param_groups[0]["lr"] == 0.01
 
 
-def adamw(rank: int, world: int) -> None:
+@on_ranks(2, 4)
+def test_adamw(rank: int, world: int) -> None:
     check_stage(rank, world, faststep.optim.AdamW)
 
 
-def torch_adamw(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_torch_adamw(rank: int, world: int) -> None:
     check_stage(rank, world, torch.optim.AdamW)
 
 
-def sgd(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_sgd(rank: int, world: int) -> None:
     check_stage(rank, world, lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9))
 
 
@@ -129,7 +133,8 @@ class Tied(nn.Module):
         return out
 
 
-def tied_and_frozen(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_tied_and_frozen(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = Tied()
     model.blocks[0].bias.requires_grad_(False)
@@ -144,7 +149,8 @@ def tied_and_frozen(rank: int, world: int) -> None:
     assert not torch.equal(whole(model.token.weight), before)
 
 
-def refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_refused(rank: int, world: int) -> None:
     model = Tied()
     stranger = nn.Parameter(torch.ones(2))
     optimizer = faststep.optim.SGD([*model.parameters(), stranger], lr=0.1)
@@ -161,14 +167,3 @@ def refused(rank: int, world: int) -> None:
     assert not any(isinstance(param, DTensor) for param in model.parameters())
     optimizer.step()
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1  # it was not replaced
-
-
-SHARDED = [
-    *jobs_of(2, adamw, torch_adamw, sgd, tied_and_frozen, refused),
-    *jobs_of(4, adamw),
-]
-
-
-@pytest.mark.parametrize("job", SHARDED, ids=lambda job: job.name.split(".")[-1])
-def test_stage3(on_ranks: Callable[[str], list[Any]], job: Any) -> None:
-    assert on_ranks(job.name) == [""] * job.world

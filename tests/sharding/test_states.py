@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import faststep.optim
+from ranks import on_ranks
 
-from .common import backward, fully_sharded, jobs_of, local, net, whole
+from .common import backward, fully_sharded, local, net, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -68,7 +68,8 @@ def check_alike(model: nn.Module, optimizer: Any, other_model: nn.Module, other:
 PAIRS = ((faststep.optim, torch.optim), (torch.optim, faststep.optim))
 
 
-def optimizer_state_dicts(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_optimizer_state_dicts(rank: int, world: int) -> None:
     """By torch.distributed.checkpoint.state_dict, sharded, whole and in the middle of training."""
     for name, options in CLASSES:
         for kind in (
@@ -92,7 +93,8 @@ def optimizer_state_dicts(rank: int, world: int) -> None:
                 check_alike(model, optimizer, new_model, new)
 
 
-def of_one_process(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_of_one_process(rank: int, world: int) -> None:
     """A checkpoint of a run without ranks goes on here, and the other way round."""
     plain = net()
     optimizer = faststep.optim.AdamW(plain.parameters(), lr=0.1)
@@ -112,7 +114,8 @@ def of_one_process(rank: int, world: int) -> None:
     check_alike(plain, optimizer, model, new)
 
 
-def saved_to_files(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_saved_to_files(rank: int, world: int) -> None:
     """By torch.distributed.checkpoint's save and load."""
     paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(paths)
@@ -142,7 +145,8 @@ def saved_to_files(rank: int, world: int) -> None:
         shutil.rmtree(path)
 
 
-def own_state_dicts(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_own_state_dicts(rank: int, world: int) -> None:
     """state_dict and load_state_dict of the optimizers, and torch.save."""
     for before, after in PAIRS:
         model, optimizer = trained(before, "AdamW", rank, 0)
@@ -159,12 +163,3 @@ def own_state_dicts(rank: int, world: int) -> None:
     for param in model.parameters():
         for key, value in optimizer.state[param].items():
             assert torch.equal(local(value), local(new.state[param][key]))
-
-
-SHARDED = jobs_of(2, optimizer_state_dicts, of_one_process, own_state_dicts, saved_to_files)
-
-
-@pytest.mark.parametrize("job", [job.name for job in SHARDED])
-def test_states(job: str, on_ranks: Callable[[str], list[str]]) -> None:
-    for failure in on_ranks(job):
-        assert not failure, failure

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {},

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, grads_for
 
@@ -94,4 +94,4 @@ def test_windows(case: tuple[str, int, str], ranks: Ranks) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first["values"], second["values"], strict=True))
 
 
-ZERO_JOBS = [Job(f"windows of {case}", 2, _windows, case) for case in CASES]
+JOBS = [Job(f"windows of {case}", 2, _windows, case) for case in CASES]

@@ -193,4 +193,4 @@ def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
         TABLE.check(said, name)
 
 
-ZERO_JOBS = TABLE.jobs()
+JOBS = TABLE.jobs()

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import faststep.optim
-from accumulate.processes import Job
 from faststep import zero
 from faststep.zero.stage3.blocks import blocks_of
+from ranks import Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -465,7 +465,7 @@ def test_two_optimizers_over_one_model(ranks: Ranks, how: str) -> None:
         assert said["dtensors"]
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"blocks {name}", 2, _trained, (name,)) for name in MODELS),
     *(Job(f"parts {how}", 2, _parts, (how,)) for how in HOWS),
 ]

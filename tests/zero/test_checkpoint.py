@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import (
     OTHERS,
@@ -168,7 +168,7 @@ def test_states_are_taken_over(ranks: Ranks) -> None:
         assert said == {"left": 0, "differ": [], "unlike": []}
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"saved: {name}", 3, _saved, (name,)) for name in NAMES),
     Job("taken over", 2, _taken_over),
 ]

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
 from faststep.optim.base import FusedOptimizer
 from faststep.run.optimizers import CLASSES
+from ranks import Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -192,4 +192,4 @@ def test_classes_of_a_script(stage: Any) -> None:
         zero.shard(model, torch.optim.Adam(model.parameters(), differentiable=True), stage=stage)
 
 
-ZERO_JOBS = [Job(f"beside DDP: {name}", 2, _beside_ddp, (name,)) for name in CASES]
+JOBS = [Job(f"beside DDP: {name}", 2, _beside_ddp, (name,)) for name in CASES]

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import differences
 
@@ -89,4 +89,4 @@ def test_compiled_models_have_the_bits_of_plain_ones(ranks: Ranks) -> None:
         assert said == dict.fromkeys(CASES, (True, []))
 
 
-ZERO_JOBS = [Job("compiled", 2, _compiled)]
+JOBS = [Job("compiled", 2, _compiled)]

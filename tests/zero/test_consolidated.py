@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from accumulate.processes import Job
 from faststep import optim, zero
 from faststep.cli import main
+from ranks import Job
 
 from .checkpoints import remove, shared_folder
 
@@ -109,4 +109,4 @@ def test_every_stage(kind: str, ranks: Callable[[str], list[Any]]) -> None:
     assert ranks(f"consolidated, {kind}") == [[], [], []]
 
 
-ZERO_JOBS = [Job(f"consolidated, {kind}", 3, _saved, (kind,)) for kind in ("1", "2", "3", "DDP")]
+JOBS = [Job(f"consolidated, {kind}", 3, _saved, (kind,)) for kind in ("1", "2", "3", "DDP")]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accumulate.processes import Job
+from ranks import Job
 
 from .checkpoints import (
     LOW,
@@ -225,7 +225,7 @@ def test_async_save(ranks: Ranks) -> None:
     assert ranks("async save") == [[], []]
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"resharded: {name}", 3, _resharded, (name,)) for name in NAMES),
     Job("without gathering", 3, _without_gathering),
     Job("fresh", 3, _fresh),

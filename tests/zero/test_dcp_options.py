@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .checkpoints import (
     LOW,
@@ -215,7 +215,7 @@ def test_the_optimizer_as_a_stateful_and_other_stages(ranks: Ranks) -> None:
     assert ranks("as stateful") == [[], []]
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"full state dicts: {name}", 2, _whole_states, (name,)) for name in WHOLE),
     Job("refused states", 2, _refused),
     Job("interrupted save", 2, _interrupted),

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accumulate.processes import Job, results_of
 from faststep import optim, zero
 from faststep.cli.scripts.gpt import GPT, GPTConfig
+from ranks import Job, results_of
 
 MODEL = GPTConfig(layers=8, heads=4, width=320, context=64, vocabulary=2048)  # 11M parameters
 OTHER = 1_500_000  # bytes of Python, torch and gloo

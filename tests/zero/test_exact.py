@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import (
     OTHERS,
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 nodes, by hand": (4, {**BASE, "nodes": 2, "how": "by hand", "optimizer": "momentum"}),
     "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
 }
-ZERO_JOBS = [Job(f"exact: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]
+JOBS = [Job(f"exact: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]
 Ranks = Callable[[str], list[Any]]
 
 

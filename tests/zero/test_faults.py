@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from accumulate.processes import forked
 from faststep import zero
 from faststep.zero.transport import group
+from ranks import forked
 
 from .common import Given, grads_for
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .beside_ddp import Run, Table, whole
 
@@ -300,7 +300,7 @@ def test_what_is_refused(ranks: Ranks) -> None:
             assert "new parameters: the ranks differ" in said[name], said[name]
 
 
-ZERO_JOBS = [
+JOBS = [
     *TABLE.jobs(),
     Job("groups: refused", 2, _refused),
 ]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -177,7 +177,7 @@ def test_ranks_with_other_arguments_are_told_so(ranks: Ranks) -> None:
             assert name in text
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("grad in between", 2, _grad_in_between),
     Job("tied blocks", 2, _tied_blocks),
     Job("loaded on the way", 2, _loaded_on_the_way),

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import differences
 
@@ -130,4 +130,4 @@ def test_what_join_does_not_take(ranks: Ranks) -> None:
         assert ("exhausted all inputs" if rank == 0 else "at least one rank") in said["early"]
 
 
-ZERO_JOBS = [Job("uneven inputs", 2, _uneven), Job("refused in join", 2, _refused)]
+JOBS = [Job("uneven inputs", 2, _uneven), Job("refused in join", 2, _refused)]

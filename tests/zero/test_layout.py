@@ -9,18 +9,16 @@ import torch
 
 from faststep.zero.layout.cuts import CHUNK, Flat, make_buckets
 
-CPU = torch.device("cpu")
-
 
 def flats(counts: list[int], dtype: torch.dtype = torch.float32) -> list[Flat]:
-    return [Flat(count, dtype, CPU) for count in counts]
+    return [Flat(count, dtype) for count in counts]
 
 
 def random_params(seed: int) -> list[Flat]:
     rng = random.Random(seed)
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float64)
     sizes = (0, 1, 31, 33, 1000, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7, 300_000)
-    return [Flat(rng.choice(sizes), rng.choice(dtypes), CPU) for _ in range(rng.randrange(1, 40))]
+    return [Flat(rng.choice(sizes), rng.choice(dtypes)) for _ in range(rng.randrange(1, 40))]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
@@ -36,13 +34,13 @@ def test_every_element_has_one_owner(world: int, bucket_bytes: float, seed: int)
         for rank in range(world):
             own = bucket.slice_of(rank)
             for piece in bucket.pieces_of(rank):
-                begin = next(p.begin for p in bucket.places if p.param == piece.param)
-                assert piece.begin == covered[piece.param]
+                param, begin, _ = bucket.places[piece.place]
+                assert piece.begin == covered[param]
                 assert piece.at == begin + piece.begin or not piece.size
                 assert own.start <= piece.at
                 assert piece.at + piece.size <= own.stop
-                covered[piece.param] += piece.size
-                owners[piece.param] += 1
+                covered[param] += piece.size
+                owners[param] += 1
     assert covered == {index: param.size for index, param in enumerate(params)}
     assert all(owners.values())
 
@@ -73,7 +71,7 @@ def test_pieces_begin_at_chunks_and_parameters_are_aligned(world: int, seed: int
 
 def test_buckets_keep_the_order_and_hold_one_dtype_each() -> None:
     low = torch.bfloat16
-    params = [Flat(600, t, CPU) for t in (torch.float32, low, torch.float32, low, low)]
+    params = [Flat(600, t) for t in (torch.float32, low, torch.float32, low, low)]
     buckets = make_buckets(params, 2, 2400)
     assert [[p.param for p in b.places] for b in buckets] == [[0], [2], [1, 3], [4]]
     for bucket in buckets:
@@ -100,7 +98,7 @@ def test_a_parameter_without_elements_is_the_first_ranks() -> None:
 @pytest.mark.parametrize("bucket_bytes", [4096, float("inf")])
 def test_the_last_buckets_may_grow_from_the_last_one(bucket_bytes: float) -> None:
     low = torch.bfloat16
-    params = [Flat(256, torch.float32, CPU), Flat(64, low, CPU)] * 40
+    params = [Flat(256, torch.float32), Flat(64, low)] * 40
     buckets = make_buckets(params, 2, bucket_bytes, 1024)
     sizes = [sum(p.size for p in b.places) * 4 for b in buckets if b.dtype != low]
     assert sizes[:0:-1] == [min(bucket_bytes, 1024 * 2**n) for n in range(len(sizes) - 1)]
@@ -117,6 +115,6 @@ def test_the_last_buckets_may_grow_from_the_last_one(bucket_bytes: float) -> Non
 
 
 def test_growing_buckets_keep_modules_together() -> None:
-    params = [Flat(size, torch.float32, CPU, name) for name in "dcba" for size in (8, 256)]
+    params = [Flat(size, torch.float32, name) for name in "dcba" for size in (8, 256)]
     buckets = make_buckets(params, 2, 1024, 1024)
     assert [[p.param for p in b.places] for b in buckets] == [[0, 1], [2, 3], [4, 5], [6, 7]]

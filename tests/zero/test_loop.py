@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -278,7 +278,7 @@ def test_accumulation_inside_ddp(quiet: str, ranks: Ranks) -> None:
         assert result["wrong"] == []
 
 
-ZERO_JOBS = [
+JOBS = [
     *(
         Job(f"like DDP on 2, stage {stage}, {steps}", 2, _like_ddp, (stage, steps))
         for stage in (1, 2)

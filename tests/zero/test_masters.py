@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
 from faststep.optim.masters import MASTER
+from ranks import Job
 
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, follow, step_whole, unlike, wide_of
@@ -214,7 +214,7 @@ def test_micro_batches_add_up_in_fp32(ranks: Ranks) -> None:
             assert norm == pytest.approx(72**0.5, rel=4e-3)
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("masters: many", 2, _many),
     *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
     Job("masters: memory", 2, _memory),

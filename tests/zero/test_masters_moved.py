@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
 from faststep.optim.masters import MASTER
+from ranks import Job
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
@@ -206,7 +206,7 @@ def test_other_values_are_refused() -> None:
             zero.shard(model, optimizer, master_weights=value)  # type: ignore[arg-type]
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"masters moved: {name}", 3, _moved, (name,)) for name in NAMES),
     *(
         Job(f"masters begun: {name}", 2, _begun, (name,))

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
 from faststep.optim.masters import MASTER
+from ranks import Job
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
@@ -160,7 +160,7 @@ def test_loading_between_runs_with_and_without(ranks: Ranks) -> None:
             assert torch.bfloat16 in dropped["exp_avg"]
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"masters saved: {name}", 3, _saved, (name,)) for name in NAMES),
     Job("without masters", 2, _without_masters),
 ]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, differences, grads_for
 
@@ -209,7 +209,7 @@ def test_a_node_that_calls_alone(ranks: Ranks) -> None:
         assert said["after"] == ("no error", True)
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"alone {case}", 3, _alone, (options,)) for case, options in CASES.items()),
     Job("some", 3, _some),
     Job("shard alone", 3, _shard_alone),

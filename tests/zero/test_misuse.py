@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, differences, grads_for
 
@@ -277,7 +277,7 @@ def test_gradients_of_different_parameters_at_stage_three(ranks: Ranks) -> None:
         assert "parameter '1' has no elements" in said["empty"]
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("misused", 2, _misused),
     Job("mismatched", 3, _mismatched),
     Job("odd", 2, _odd),

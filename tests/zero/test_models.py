@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -105,7 +105,7 @@ def test_connections_go_with_the_model(ranks: Ranks) -> None:
     assert ranks("connections") == [(1, 0), (1, 0)]
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"two models, wrapped {w}", 2, _two_models, (w,)) for w in (False, True)),
     Job("two models, one group", 3, _one_group),
     Job("connections", 2, _connections),

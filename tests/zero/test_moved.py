@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, grads_for, optimizer_of
 from .rounded import follow, step_whole
@@ -203,4 +203,4 @@ def test_moved_parameters(act: str, how: str, ranks: Ranks) -> None:
             assert said["places"] == 1
 
 
-ZERO_JOBS = [Job(f"moved: {act}, {how}", 2, _run, (act, how)) for act in ACTS for how in HOWS]
+JOBS = [Job(f"moved: {act}, {how}", 2, _run, (act, how)) for act in ACTS for how in HOWS]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
 from faststep.zero.hooks import reducer
 from faststep.zero.hooks.gradient_buckets import GradientBucket
+from ranks import Job
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -192,7 +192,7 @@ def test_a_step_after_a_backward_that_failed(ranks: Ranks) -> None:
             assert sorted(map(str, said.values())) == ["True"] * 8 + ["done"] * 2
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("orders", 3, _orders, (2**25,)),
     Job("orders, one bucket at a time", 3, _orders, (0,)),
     Job("checkpointed", 2, _checkpointed),

@@ -58,20 +58,20 @@ def test_forgotten_values_take_no_memory() -> None:
 
 def test_a_shelf_gives_out_a_block_again() -> None:
     shelf = BufferPool(4 * MIB)
-    first, second = shelf.take(CPU), shelf.take(CPU)
+    first, second = shelf.take(), shelf.take()
     assert first.data_ptr() != second.data_ptr()
     assert (first.dtype, first.numel()) == (torch.uint8, 4 * MIB)
     shelf.give_back(first)
-    assert shelf.take(CPU) is first
+    assert shelf.take() is first
     shelf.give_back(first)
     shelf.give_back(second)
     shelf.clear()
-    assert shelf.take(CPU) is not first
+    assert shelf.take() is not first
 
 
 def test_a_cleared_shelf_takes_no_memory() -> None:
     shelf = BufferPool(128 * MIB)
-    shelf.give_back(shelf.take(CPU).fill_(1))
+    shelf.give_back(shelf.take().fill_(1))
     full = resident()
     shelf.clear()
     assert full - resident() > 120 * MIB

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumulate.processes import Job
 from faststep import zero
 from faststep.zero.hooks.gradients import State
+from ranks import Job
 
 from .common import Given
 
@@ -225,7 +225,7 @@ def test_one_rank_fails(case: str, ranks: Ranks) -> None:
             assert f"a backward pass has failed on rank {1 - rank}, whose gradients" in error
 
 
-ZERO_JOBS = [
+JOBS = [
     *(Job(f"states: {case}", 2, _walk, (case,)) for case in CASES),
     *(Job(f"one rank fails: {case}", 2, _one_rank_fails, (case,)) for case in CASES),
 ]

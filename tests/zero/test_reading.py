@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -287,7 +287,7 @@ def test_a_rank_that_reads_alone_hears_who_is_missing(ranks: Ranks) -> None:
         )
 
 
-ZERO_JOBS = [
+JOBS = [
     *(
         Job(
             f"reading: {choice}, {kind}",

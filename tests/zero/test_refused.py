@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, differences, grads_for
 
@@ -205,7 +205,7 @@ def test_a_placeholder_can_always_be_printed(ranks: Ranks) -> None:
         assert norm.startswith("RuntimeError: faststep.zero: the optimizer that had this gradient")
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("sharded again", 2, _again),
     Job("blocks", 2, _blocks),
     Job("buffers", 2, _buffers),

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import SHAPES, Given, differences, grads_for, mean_of, states_differ
 
@@ -107,4 +107,4 @@ def test_two_nodes_of_two_ranks(ranks: Ranks) -> None:
         assert "rank 2 has 'p1' (6,)" in said["differ"]
 
 
-ZERO_JOBS = [Job("replicated", 4, _replicated)]
+JOBS = [Job("replicated", 4, _replicated)]

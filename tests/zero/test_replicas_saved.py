@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import SHAPES, Given, grads_for, optimizer_of
@@ -84,4 +84,4 @@ def test_two_nodes_are_loaded_on_any_number_of_ranks(ranks: Ranks) -> None:
     assert ranks("replicated, saved") == [[]] * 4
 
 
-ZERO_JOBS = [Job("replicated, saved", 4, _saved)]
+JOBS = [Job("replicated, saved", 4, _saved)]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -71,7 +71,7 @@ def test_scalers_skip_on_every_rank(name: str, ranks: Ranks) -> None:
     assert str(pairs[::2]) == str(pairs[1::2])
 
 
-ZERO_JOBS = [
+JOBS = [
     *(
         Job(f"scaled: {'ours' if ours else 'torch'}, {how}", 2, _scaled, (ours, how))
         for ours in (True, False)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .beside_ddp import UNEVEN, Run, Script, Table
 
@@ -294,7 +294,7 @@ def test_a_dtype_that_is_set_later_is_refused(ranks: Ranks) -> None:
         assert len(said) == 2
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("scripts: other dtype", 2, _other_dtype),
     *TABLE.jobs(),
 ]

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .beside_ddp import RANKS
 
@@ -202,7 +202,7 @@ def test_what_is_refused_at_each_stage(ranks: Ranks) -> None:
         assert said["empty"].startswith("TypeError: shard(stage=3): parameter 'weight' has no el")
 
 
-ZERO_JOBS = [
+JOBS = [
     *(
         Job(f"odd loops, stage {stage} on {world}", world, _trained, (stage,))
         for stage in STAGES

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES
@@ -171,7 +171,7 @@ def _two(rank: int, world: int) -> str:
     return "no error"
 
 
-ZERO_JOBS = [
+JOBS = [
     Job("storages", 2, _saved),
     Job("sent", 2, _sent),
     Job("two in one memory", 2, _two),
@@ -181,4 +181,4 @@ try:
 except ImportError:
     pass
 else:
-    ZERO_JOBS.append(Job("storages, safetensors", 2, _safely, (tempfile.gettempdir(),)))
+    JOBS.append(Job("storages, safetensors", 2, _safely, (tempfile.gettempdir(),)))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import differences
 
@@ -214,4 +214,4 @@ def test_changes_of_a_module_meanwhile_stay(ranks: Ranks) -> None:
     assert ranks("changed") == [True, True]
 
 
-ZERO_JOBS = [Job("waited", 2, _waited), Job("reads", 2, _reads), Job("changed", 2, _changed)]
+JOBS = [Job("waited", 2, _waited), Job("reads", 2, _reads), Job("changed", 2, _changed)]

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import faststep
-from accumulate.processes import Job
 from faststep import zero
+from ranks import Job
 
 from .common import differences
 
@@ -102,4 +102,4 @@ def test_the_bits_of_ddp(case: str, ranks: Ranks) -> None:
             assert said["never"] == []
 
 
-ZERO_JOBS = [Job(f"options of DDP: {case}", 2, _wrapped, (case,)) for case in CASES]
+JOBS = [Job(f"options of DDP: {case}", 2, _wrapped, (case,)) for case in CASES]

@@ -12,9 +12,27 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Hooked"]
+from .._torch.compiler import disable_dynamo
+
+__all__ = ["Hooked", "weakly"]
 
 _Entry = TypeVar("_Entry")
+_Result = TypeVar("_Result")
+
+
+def weakly(method: Callable[..., _Result]) -> Callable[..., _Result | None]:
+    """A method as a hook, which keeps its object not alive and does nothing when that is gone.
+
+    torch.compile calls it and does not look into it.
+    """
+    find = weakref.WeakMethod(method)
+
+    @disable_dynamo
+    def call(*args: Any) -> _Result | None:
+        found = find()
+        return None if found is None else found(*args)
+
+    return call
 
 
 class _Known(Generic[_Entry]):

@@ -19,7 +19,8 @@ from .layout.flat_params import refuse_overlaps
 from .step.slice_optimizer import Kind
 
 __all__ = [
-    *("admit", "device_of", "fused_class_of", "line_of", "named_in", "refuse_taken", "taken_of"),
+    *("admit", "device_of", "fused_class_of", "line_of", "named_in", "refuse_taken"),
+    *("taken_by_another", "taken_of"),
 ]
 
 _OURS = [kind for name in optim.__all__ if issubclass(kind := getattr(optim, name), FusedOptimizer)]
@@ -98,14 +99,19 @@ def taken_of(params: Iterable[Tensor]) -> set[int]:
     return wanted & living.params()
 
 
+def taken_by_another(what: str) -> TypeError:
+    """The error for a parameter that is sharded already."""
+    return TypeError(
+        f"{what} is sharded already, for another optimizer: several may be sharded, each with "
+        "parameters of its own; nothing was changed"
+    )
+
+
 def refuse_taken(named: Iterable[tuple[str, Tensor]], taken: set[int]) -> None:
     """Raise TypeError for a parameter that is sharded already."""
     for name, param in named:
         if id(param) in taken:
-            raise TypeError(
-                f"shard(): parameter {name!r} is sharded already, for another optimizer: several "
-                "may be sharded, each with parameters of its own; nothing was changed"
-            )
+            raise taken_by_another(f"shard(): parameter {name!r}")
 
 
 def admit(named: Sequence[tuple[str, Tensor]], before: Sequence[tuple[str, Tensor]]) -> None:
@@ -141,21 +147,19 @@ def device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
     if not named:
         return torch.device("cpu")
     first, some = named[0]
+    problem = ""
     for name, param in named:
-        if param.device != some.device:
-            raise TypeError(
-                f"shard(): parameter {first!r} is on {some.device}, and {name!r} on "
-                f"{param.device}: all must be in one memory; nothing was changed"
-            )
-    if some.is_cuda and some.device.index != torch.cuda.current_device():
-        raise TypeError(
-            f"shard(): parameter {first!r} is on {some.device}, and the current device is "
-            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device(local_rank) first; "
-            "nothing was changed"
+        if param.device != some.device and not problem:
+            problem = f", and {name!r} on {param.device}: all must be in one memory"
+    if some.is_cuda and some.device.index != torch.cuda.current_device() and not problem:
+        problem = (
+            f", and the current device is cuda:{torch.cuda.current_device()}: call "
+            "torch.cuda.set_device(local_rank) first"
         )
-    if some.is_cuda and not has_kernels_for(some):
+    if some.is_cuda and not problem and not has_kernels_for(some):
+        problem = ", which faststep cannot use: `python -m faststep info` says why"
+    if problem:
         raise TypeError(
-            f"shard(): parameter {first!r} is on {some.device}, which faststep cannot "
-            "use: `python -m faststep info` says why; nothing was changed"
+            f"shard(): parameter {first!r} is on {some.device}{problem}; nothing was changed"
         )
     return some.device

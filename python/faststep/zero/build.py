@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -29,7 +30,7 @@ from .optimizer import ShardedOptimizer
 from .saved.cutting import whole_states
 from .saved.gathered import cut_states
 from .stage3.blocks import announce, blocks_of
-from .stage3.fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
+from .stage3.fully_sharded import check_fully, check_gradients, follow_successors, shard_fully
 from .step.slice_optimizer import Kind
 from .transport.group import Group, group_of
 
@@ -77,9 +78,7 @@ def build(
     group.use_device(device)
     if wrapper is not None:
         check_wrapped(wrapper)
-    engine = Engine(
-        kind, optimizer.param_groups, model, named, group.alone(), device, asked, wrapper
-    )
+    engine = Engine(kind, optimizer.param_groups, model, named, group.alone(), asked, wrapper)
     engine.gradients.reduce_also(model.parameters())
     if asked.gather == "forward":
         engine.wait_in_forward(model)
@@ -105,9 +104,9 @@ def _fully(
     sharded = announce(model, blocks, is_default and not group.rank)
     shard_fully(model, fused, group, blocks)
     names = {id(param): name for name, param in model.named_parameters()}
-    alike = AlikeGradients(group, fused, names)
+    check = functools.partial(check_gradients, group, fused, names)
     optimizer.state.clear()
-    made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
+    made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=check)
     made.blocks = sharded
     return made
 

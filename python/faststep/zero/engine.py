@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.optim import increment_version, set_grad_dtype
+from ..grads.hooks import weakly
 from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
@@ -60,7 +61,6 @@ class Engine:
         model: has all parameters.
         named: the parameters to shard, in the order in which backward is expected to reach them.
         group: the ranks, two or more.
-        device: where all parameters are.
         asked: what `shard` was asked for.
         wrapper: the DistributedDataParallel around the model, if there is one.
     """
@@ -72,15 +72,13 @@ class Engine:
         model: nn.Module,
         named: Sequence[tuple[str, Tensor]],
         group: Group,
-        device: torch.device,
         asked: Options,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
         self.group = group
-        self.script_groups: Callable[[], list[dict[str, Any]]] = lambda: groups
+        self.script_groups: Callable[[], list[dict[str, Any]] | None] = lambda: groups
         self._model = weakref.ref(model)
-        self._device = device
-        self._kind = CudaBucket if device.type == "cuda" else GradientBucket
+        self._kind = CudaBucket if group.device.type == "cuda" else GradientBucket
         self._asked = asked
         self._pool = BufferPool(0)
         self.slots: list[Slot] = []
@@ -88,30 +86,22 @@ class Engine:
         self._params: list[FlatParams] = []  # per bucket
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
-        self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.slices = SliceOptimizer(kind, group, asked.master_weights)
         self._reducer = Reducer(self.slots, self.buckets, group, self._pool)
         self.gradients = Gradients(self.slots, self._reducer, group)
-        mine: Any = weakref.ref(self)
-        self.values = GradientValues(
-            self.slots,
-            self.gradients,
-            group,
-            lambda: mine().before_exchange("the use of a gradient"),
-            lambda *args: mine()._unscale(*args),
-        )
+        self.values = GradientValues(self.slots, self.gradients, group, weakly(self._unscale))
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
         self._regroup(groups, _ids_of(groups))
-        self.gradients.on_unowned = lambda: mine().follow_groups()
+        self.gradients.on_unowned = weakly(self.follow_groups)
 
     # ---- buckets
 
     def _add_buckets(self, named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
         """Move more parameters into buckets of their own."""
         flats = [
-            Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
+            Flat(param.numel(), param.dtype, name.rpartition(".")[0] or None)
             for name, param in named
         ]
         last_bytes = LAST_BUCKET if self._asked.gather == "forward" else None
@@ -136,17 +126,15 @@ class Engine:
                 torch.float32 if is_wide else layout.dtype,
             )
             self.buckets.append(bucket)
-            self._params.append(FlatParams(layout, members))
+            self._params.append(FlatParams(layout, members, self.group.device))
             self._cut(bucket, self._params[-1])
         return self.slots[first:]
 
     def _cut(self, bucket: GradientBucket, params: FlatParams) -> None:
         """Cut what this rank owns out of parameters and slices."""
         start = bucket.layout.slice_of(self.group.rank).start
-        by_place = {place.param: slot for place, slot in zip(
-            bucket.layout.places, bucket.slots, strict=True)}  # fmt: skip
-        for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
-            slot = by_place[param]
+        for place, begin, count, at in bucket.layout.pieces_of(self.group.rank):
+            slot = bucket.slots[place]
             grad = bucket.values[at - start : at - start + count]
             values = params.piece(at, count)
             set_grad_dtype(values, None)  # that of the slice
@@ -161,7 +149,7 @@ class Engine:
             TypeError, ValueError: one of them cannot be sharded, on all ranks.
             RuntimeError: the ranks differ in them.
         """
-        groups = self.script_groups()
+        groups = self.script_groups() or []
         ids = _ids_of(groups)
         self.slices.groups = groups
         if ids == self._ids:
@@ -222,7 +210,7 @@ class Engine:
 
     def _unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
-        self.before_exchange("torch's GradScaler")
+        self.gradients.before_exchange("torch's GradScaler")
         self._settle()
         self.slices.unscale(dtype, inv_scale, found_inf)
 
@@ -294,7 +282,7 @@ class Engine:
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
-        self.before_exchange("clip_grad_norm_")
+        self.gradients.before_exchange("clip_grad_norm_")
         self._settle()
         return self.slices.clip(max_norm, error_if_nonfinite)
 

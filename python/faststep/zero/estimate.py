@@ -160,11 +160,11 @@ def _sharded(
 ) -> StageMemory:
     """Stage 1, which keeps the memory of whole gradients, or 2."""
     flats = [
-        Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
+        Flat(param.numel(), param.dtype, name.rpartition(".")[0] or None)
         for name, param in reversed(list(model.named_parameters()))
         if param.requires_grad
     ]
-    on_cuda = bool(flats) and flats[0].device.type == "cuda"
+    on_cuda = any(param.is_cuda for param in model.parameters())
     buckets = make_buckets(flats, ranks, bucket_bytes)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     kept = max(

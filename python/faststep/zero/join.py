@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.ranks import is_first_in_join, is_in_join
+from ..grads.hooks import weakly
 from .engine import Engine
 from .transport.group import Group
 
@@ -51,6 +51,7 @@ class JoinableSteps(Joinable):
 
     _group: Group | None
     _engine: Engine | None
+    param_groups: list[dict[str, Any]]
     _has_joined = False  # whether this rank has no more data
     _is_noted = False  # whether the others know of the backward pass before the next step
 
@@ -80,29 +81,14 @@ class JoinableSteps(Joinable):
 
     def _attach_to(self, engine: Engine) -> None:
         """Hear of what is sent."""
-        mine = weakref.ref(self)
-
-        def note(is_backward: bool) -> None:
-            if (optimizer := mine()) is not None:
-                optimizer._note_backward(is_backward)
-
-        def refuse(what: str) -> None:
-            if (optimizer := mine()) is not None:
-                optimizer._refuse_in_join(what)
-
-        def say(model: DistributedDataParallel, wants_sync: bool) -> None:
-            if (optimizer := mine()) is not None:
-                optimizer._say_in_join(model, wants_sync)
-
-        def groups() -> list[dict[str, Any]]:
-            optimizer: Any = mine()
-            return [] if optimizer is None else optimizer.param_groups
-
-        engine.script_groups = groups
-        engine.gradients.on_begin = note
-        engine.before_exchange = refuse
+        engine.script_groups = weakly(self._script_groups)
+        engine.gradients.on_begin = weakly(self._note_backward)
+        engine.gradients.before_exchange = weakly(self._refuse_in_join)
         if engine.wrapper is not None:
-            engine.wrapper.on_forward = say
+            engine.wrapper.on_forward = weakly(self._say_in_join)
+
+    def _script_groups(self) -> list[dict[str, Any]]:
+        return self.param_groups
 
     def _say_in_join(self, model: DistributedDataParallel, wants_sync: bool) -> None:
         """After a forward of the model: tell ranks without data whether backward communicates."""

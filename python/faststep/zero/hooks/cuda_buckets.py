@@ -38,7 +38,7 @@ class CudaBucket(GradientBucket):
 
     def _new_buffer(self) -> Tensor:
         layout = self.layout
-        return torch.empty(layout.size, dtype=layout.dtype, device=layout.device)
+        return torch.empty(layout.size, dtype=layout.dtype, device=self._group.device)
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Reduce the bucket over the ranks, and let this rank's slice of the sums come in."""

@@ -58,7 +58,7 @@ class GradientBucket:
         if keeps_buffer and self.shares_slice and not self._is_wide:
             self.values = self._whole()[own]  # of this rank's slice
         else:
-            self._slice = Pages(own.stop - own.start, sums, layout.device)
+            self._slice = Pages(own.stop - own.start, sums, group.device)
             self.values = self._slice.tensor
 
     def begin(self) -> None:
@@ -106,7 +106,7 @@ class GradientBucket:
 
     def _new_buffer(self) -> Tensor:
         """Memory for whole gradients. All but gaps is written before it is sent."""
-        return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
+        return Pages(self.layout.size, self.layout.dtype, self._group.device).tensor
 
     def send(self) -> None:
         """Send every rank its slice; gradients that have not arrived are zero."""

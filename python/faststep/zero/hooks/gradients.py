@@ -10,28 +10,54 @@ ranks or on none.
 from __future__ import annotations
 
 import contextlib
-import weakref
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..._torch.compiler import disable_dynamo
 from ..._torch.ddp import after_backward, current_backward, is_inside_backward
-from ...grads.hooks import Hooked
+from ...grads.hooks import Hooked, weakly
 from ..layout.placeholder import Placeholder
 from ..layout.slots import Slot
 from ..transport.group import Group
 from . import living
-from .pass_states import HAS_FAILED, State
 from .reducer import Reducer
 from .unowned import Unowned, can_be_trained
 
 __all__ = ["Gradients", "State"]
 
+HAS_FAILED = (
+    "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
+    "on all ranks: call zero_grad() and go on with the next batch"
+)
+
+
+class State(enum.Enum):
+    """The state of the gradients since the last zero_grad(); docs/decisions/zero.md has the events.
+
+    Attributes:
+        IDLE: there are none.
+        COLLECTING: this rank has some that were not all reduced: those of a backward pass that is
+            under way, or that no_sync() has left.
+        REDUCED: the slices have the sums of all ranks.
+        FAILED: a backward pass did not end, here or on another rank.
+    """
+
+    IDLE = enum.auto()
+    COLLECTING = enum.auto()
+    REDUCED = enum.auto()
+    FAILED = enum.auto()
+
 
 class Gradients:
-    """The hooks of one model, and its buckets."""
+    """The hooks of one model, and its buckets.
+
+    Attributes:
+        on_begin: called when a pass begins to send, with False if it is the step that sends.
+        on_unowned: called after a pass with gradients of parameters without a sharded optimizer.
+        before_exchange: called with what is about to be sent beside backward and step.
+    """
 
     is_wrapped = False  # whether forwards of DistributedDataParallel say which pass is reduced
     expects_backward = True
@@ -46,9 +72,10 @@ class Gradients:
         self._quiet = 0  # nested no_sync() contexts
         self._hooks: Hooked[Slot] = Hooked()
         self.changes = 0  # of the slices
-        self.on_begin: Callable[[bool], None] = _nothing
-        self.on_unowned: Callable[[], None] = _nothing  # after a pass with gradients of these
-        self.unowned = Unowned([], group, _nothing)
+        self.on_begin: Callable[[bool], object] = lambda is_backward: None
+        self.on_unowned: Callable[[], object] = lambda: None
+        self.before_exchange: Callable[[str], object] = lambda what: None
+        self.unowned = Unowned([], group, lambda: None)
         self.made = living.add(self)  # the same order on all ranks, as shard() is a collective
 
     @property
@@ -79,8 +106,9 @@ class Gradients:
 
     def hook(self, slots: Sequence[Slot]) -> None:
         """Collect the gradients of more parameters."""
+        arrived = weakly(self._arrived)
         for slot in slots:
-            self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
+            self._hooks.add(slot.param, slot, arrived)
         living.let_go([slot.param for slot in slots])
 
     def reduce_also(self, params: Iterable[Tensor]) -> None:
@@ -90,13 +118,7 @@ class Gradients:
         """
         known = living.params() | living.unowned()
         free = [param for param in params if id(param) not in known and can_be_trained(param)]
-        mine = weakref.ref(self)
-
-        def arrived() -> None:
-            if (gradients := mine()) is not None:
-                gradients._note_pass()
-
-        self.unowned = Unowned(free, self.group, arrived)
+        self.unowned = Unowned(free, self.group, weakly(self._note_pass))
 
     # ---- what begins a pass
 
@@ -118,15 +140,16 @@ class Gradients:
             self.finish()
         self._state = State.COLLECTING
 
-    def arrived(self, slot: Slot) -> None:
-        """Called by the hook of a parameter whose gradient is in `.grad`."""
+    @torch.no_grad()
+    def _arrived(self, param: Tensor) -> None:
+        """The hook of a parameter whose gradient is in `.grad`."""
         if not self._note_pass():
-            held = slot.param.grad
+            held = param.grad
             if isinstance(held, Placeholder) and held.pending is not None:
                 held.pending = held.pending.clone()  # autograd may use that memory again
             return
-        grad = slot.taken()
-        if grad is not None:
+        slot = self._hooks.of(param)
+        if slot is not None and (grad := slot.taken()) is not None:
             self._put(slot, grad)
 
     def _note_pass(self) -> bool:
@@ -321,17 +344,3 @@ class Gradients:
     def _refuse_inside(self, what: str) -> None:
         if self.passes:
             raise RuntimeError(f"faststep.zero: {what} inside of a backward pass; nothing was done")
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing: for optimizers that nobody joins."""
-
-
-def _hook(owner: Callable[[], Gradients | None], slot: Slot) -> Callable[[Tensor], None]:
-    @disable_dynamo
-    def arrived(_: Tensor) -> None:
-        if (gradients := owner()) is not None:
-            with torch.no_grad():
-                gradients.arrived(slot)
-
-    return arrived

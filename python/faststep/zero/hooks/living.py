@@ -63,7 +63,9 @@ def let_go(params: Sequence[Tensor]) -> None:
 
 def refuse_two(number: int, group: Group) -> None:
     """Raise RuntimeError if a pass has reached another model, with messages in the same group."""
-    if any(number in one.passes and one.group.is_shared_with(group) for one in _living):
+    if any(
+        number in one.passes and one.group.process_group is group.process_group for one in _living
+    ):
         raise RuntimeError(
             "faststep.zero: one backward pass reaches two models that were sharded over the same "
             "process_group, where their messages could change places: give each a "

@@ -96,8 +96,7 @@ class Reducer:
         # After the buckets, whose errors name parameters, and which some ranks have sent to
         # their replicas in backward.
         self._counted = counting
-        counting.replicate()
-        counting.wait()
+        counting.finish()
         if not has_failed:
             counting.refuse_failed()
         self.took_all = not counting.says_one()

@@ -6,15 +6,13 @@ that are trained, for whatever optimizer the script has for them.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..._torch.compiler import disable_dynamo
-from ...grads.hooks import Hooked
+from ...grads.hooks import Hooked, weakly
 from ..transport.group import Group
 
 __all__ = ["Unowned", "can_be_trained"]
@@ -26,16 +24,24 @@ class Unowned:
     Args:
         params: the parameters, in one order on all ranks.
         group: the ranks.
-        arrived: called by each hook; refers to its owner weakly.
+        arrived: called by each hook.
     """
 
-    def __init__(self, params: Iterable[Tensor], group: Group, arrived: Callable[[], None]) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], group: Group, arrived: Callable[[], object]
+    ) -> None:
         self._group = group
+        self._arrived = arrived
         self._numbers: Hooked[int] = Hooked()
         self._touched: set[int] = set()  # since they were reduced, on this rank
-        mine = weakref.ref(self)
+        touch = weakly(self._touch)
         for number, param in enumerate(params):
-            self._numbers.add(param, number, _hook(mine, number, arrived))
+            self._numbers.add(param, number, touch)
+
+    def _touch(self, param: Tensor) -> None:
+        if (number := self._numbers.of(param)) is not None:
+            self._touched.add(number)
+            self._arrived()
 
     def ids(self) -> set[int]:
         """The parameters by `id`."""
@@ -93,15 +99,3 @@ def can_be_trained(param: Tensor) -> bool:
     """True if a parameter may get a gradient, now or when a script unfreezes it."""
     is_plain = type(param) in (Tensor, nn.Parameter) and not param.is_inference()
     return param.requires_grad or (is_plain and param.is_floating_point())
-
-
-def _hook(
-    owner: Callable[[], Unowned | None], number: int, arrived: Callable[[], None]
-) -> Callable[[Tensor], None]:
-    @disable_dynamo
-    def touched(_: Tensor) -> None:
-        if (unowned := owner()) is not None:
-            unowned._touched.add(number)
-            arrived()
-
-    return touched

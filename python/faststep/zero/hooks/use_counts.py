@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..layout.slots import Slot
-from ..transport.group import Group, Pending
+from ..transport.group import Group, listed
 from ..transport.late import Late
 
 __all__ = ["UseCounts"]
@@ -43,7 +43,7 @@ class UseCounts:
         self._waits = on_host or waits or has_failed or not all(self._mine)
         self._flags = self._new_flags(has_failed + 2 * says)
         self._late: Late | None = None  # counts that this rank has not waited for
-        self._pending: Pending | None = group.start_adding(self._flags, _WHAT)
+        self._pending = group.start_adding(self._flags, _WHAT)
 
     def _new_flags(self, word: int) -> torch.Tensor:
         """Which parameters this rank used, and a word of each rank."""
@@ -56,28 +56,17 @@ class UseCounts:
         flags[:count] = 1
         return flags
 
-    def replicate(self) -> None:
-        """Wait for the counts of this group, and let those of its replicas be added."""
-        self.wait()
+    def finish(self) -> None:
+        """Return when the counts of this group are there, and then those of its replicas."""
+        self._pending.wait()
         if self._group.replicas is not None:
-            what = f"{_WHAT}, over the replicas"
-            self._pending = self._group.replicas.start_adding(self._flags, what)
-
-    def wait(self) -> None:
-        """Return when the counts are there."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+            self._group.replicas.add_up_inside(self._flags, f"{_WHAT}, over the replicas")
 
     def counts(self) -> list[int]:
-        """In how many ranks each was used, after `wait`; at least 1 for what this rank used."""
+        """In how many ranks each was used, after `finish`; at least 1 for what this rank used."""
         count = len(self._mine)
         counts: list[int] = self._flags[:count].tolist() if self._waits else [1] * count
         return counts
-
-    def failed(self) -> list[int]:
-        """The ranks on which the pass has failed, after `wait`."""
-        return [rank for rank, word in enumerate(self._words(self._flags)) if word & 1]
 
     def says_one(self) -> bool:
         """True if a rank has gradients of parameters without a slot, as far as this rank waits."""
@@ -91,11 +80,12 @@ class UseCounts:
         """Raise RuntimeError if the pass has failed on a rank; later if this one does not wait."""
         if not self._waits:
             self._late = Late(self._flags)
-        elif failed := self.failed():
-            who = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+            return
+        if failed := [rank for rank, word in enumerate(self._words(self._flags)) if word & 1]:
             raise RuntimeError(
-                f"faststep.zero: a backward pass has failed on {who}, whose gradients are missing: "
-                "call zero_grad() on all ranks and go on with the next batch; nothing was updated"
+                f"faststep.zero: a backward pass has failed on {listed(failed)}, whose gradients "
+                "are missing: call zero_grad() on all ranks and go on with the next batch; nothing "
+                "was updated"
             )
 
     def refuse_late(self) -> None:

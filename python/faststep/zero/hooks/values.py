@@ -22,8 +22,10 @@ class GradientValues:
         slots: all parameters, by their number.
         gradients: those of these parameters.
         group: the ranks that share the slices.
-        begin: called before a gradient is read or changed.
-        unscale: see `unscale`.
+
+    Attributes:
+        unscale: multiplies all gradients of a dtype, and looks for infinities on all ranks; a
+            collective.
     """
 
     def __init__(
@@ -31,14 +33,12 @@ class GradientValues:
         slots: Sequence[Slot],
         gradients: Gradients,
         group: Group,
-        begin: Callable[[], None],
-        unscale: Callable[[torch.dtype, Tensor, Tensor], None],
+        unscale: Callable[[torch.dtype, Tensor, Tensor], object],
     ) -> None:
         self._slots = slots
         self._gradients = gradients
         self._group = group
-        self._begin = begin
-        self._unscale = unscale
+        self.unscale = unscale
         self._norms: dict[float, Tensor] = {}  # by order
         self._measured_at = -1  # how often gradients had changed then
 
@@ -107,10 +107,6 @@ class GradientValues:
             self._norms[order] = self._measured(order)
         return self._norms[order][index]
 
-    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
-        """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
-        self._unscale(dtype, inv_scale, found_inf)
-
     def _measured(self, order: float) -> Tensor:
         """The norms of the slices, put together over the ranks."""
         what = f"reading the norms of gradients (of order {order:g})"
@@ -130,7 +126,7 @@ class GradientValues:
     def _ready(self, index: int) -> Slot:
         """Have the slices complete before one is used."""
         slot = self._slots[index]
-        self._begin()
+        self._gradients.before_exchange("the use of a gradient")
         self._gradients.complete(
             f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the model "
             "before shard())"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._torch.compiler import disable_dynamo
+from ...grads.hooks import weakly
 from .gradients import Gradients
 
 __all__ = ["Wrapper", "check_wrapped"]
@@ -61,16 +61,13 @@ class Wrapper:
         self._model = weakref.ref(model)
         self._gradients: weakref.WeakSet[Gradients] = weakref.WeakSet()
         self._wants_sync = False  # of the forward that runs
-        self.on_forward: Callable[[DistributedDataParallel, bool], None] = _nothing
+        self.on_forward: Callable[[DistributedDataParallel, bool], object] = lambda *_: None
         if model.static_graph:  # else its first backward reduces
             model._static_graph_delay_allreduce_enqueued = True
-        mine = weakref.ref(self)
-        self._handles = [
-            model.register_forward_pre_hook(_hook(mine, Wrapper._before), prepend=True),
-            model.register_forward_hook(_hook(mine, Wrapper._after), always_call=True),
-        ]
+        model.register_forward_pre_hook(weakly(self._before), prepend=True)
+        model.register_forward_hook(weakly(self._after), always_call=True)
 
-    def _before(self, model: DistributedDataParallel) -> None:
+    def _before(self, model: DistributedDataParallel, *_: Any) -> None:
         if not self._gradients:  # their optimizers are gone: the model reduces again
             return
         self._wants_sync = torch.is_grad_enabled() and model.require_backward_grad_sync
@@ -84,7 +81,7 @@ class Wrapper:
             elif not gradients.expects_backward:
                 gradients.keep_local()
 
-    def _after(self, model: DistributedDataParallel) -> None:
+    def _after(self, model: DistributedDataParallel, *_: Any) -> None:
         if torch.is_grad_enabled() and self._gradients:
             model.require_backward_grad_sync = self._wants_sync
             model.require_forward_param_sync = self._wants_sync
@@ -94,18 +91,3 @@ class Wrapper:
         """On a rank without data: whether the others' pass is reduced, as their forward does."""
         if (model := self._model()) is not None:
             model.require_forward_param_sync = is_reduced
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing: for optimizers that nobody joins."""
-
-
-def _hook(
-    owner: Callable[[], Wrapper | None], call: Callable[[Wrapper, Any], None]
-) -> Callable[..., None]:
-    @disable_dynamo
-    def called(model: Any, *_: Any) -> None:
-        if (wrapper := owner()) is not None:
-            call(wrapper, model)
-
-    return called

@@ -25,7 +25,6 @@ class Flat(NamedTuple):
 
     size: int  # elements
     dtype: torch.dtype
-    device: torch.device
     owner: str | None = None  # the module that has it
 
 
@@ -40,17 +39,16 @@ class Span(NamedTuple):
 class Piece(NamedTuple):
     """The part of a parameter that a rank owns: elements in the order of its memory."""
 
-    param: int
+    place: int  # the number of the parameter in the bucket
     begin: int  # in the parameter
     size: int
     at: int  # in the bucket
 
 
 class Bucket(NamedTuple):
-    """Parameters of one dtype and device, side by side, in slices of one size."""
+    """Parameters of one dtype, side by side, in slices of one size."""
 
     dtype: torch.dtype
-    device: torch.device
     places: tuple[Span, ...]
     size: int  # elements, with the gaps
     part: int  # elements of a slice
@@ -62,14 +60,14 @@ class Bucket(NamedTuple):
     def pieces_of(self, rank: int) -> Iterator[Piece]:
         """The pieces of parameters that a rank owns. Parameters without elements are rank 0's."""
         low, high = self.part * rank, self.part * (rank + 1)
-        for param, begin, size in self.places:
+        for place, (_, begin, size) in enumerate(self.places):
             if not size:
                 if rank == 0:
-                    yield Piece(param, 0, 0, low)
+                    yield Piece(place, 0, 0, low)
                 continue
             first, last = max(begin, low), min(begin + size, high)
             if first < last:
-                yield Piece(param, first - begin, last - first, first)
+                yield Piece(place, first - begin, last - first, first)
 
 
 def chunks_in(count: int) -> int:
@@ -90,47 +88,32 @@ def make_buckets(
     one before it of twice the size of the next, up to `bucket_bytes`; up to four parameters of
     one module stay together.
     """
-    if last_bytes is None:
-        complete = _filled(params, bucket_bytes)
-    else:
-        complete = _growing(params, min(last_bytes, bucket_bytes), bucket_bytes)
+    grows = last_bytes is not None
+    made: dict[torch.dtype, list[list[int]]] = {}
+    filled: dict[torch.dtype, int] = {}  # bytes of the last one made
+    order = range(len(params))
+    for index in reversed(order) if grows else order:
+        param = params[index]
+        buckets = made.setdefault(param.dtype, [[]])
+        limit = bucket_bytes
+        if last_bytes is not None:
+            limit = min(bucket_bytes, last_bytes * 2 ** (len(buckets) - 1))
+        is_full = buckets[-1] and filled[param.dtype] >= limit
+        if is_full and not (grows and _stays(param, [params[one] for one in buckets[-1]])):
+            buckets.append([])
+        before = filled[param.dtype] if buckets[-1] else 0
+        filled[param.dtype] = before + param.size * param.dtype.itemsize
+        buckets[-1].append(index)
+    complete = [sorted(members) for buckets in made.values() for members in buckets]
+    complete.sort(key=lambda members: members[-1])
     return [_placed(params, members, world) for members in complete]
 
 
-def _filled(params: Sequence[Flat], bucket_bytes: float) -> list[list[int]]:
-    """The members of each bucket, where all have one size."""
-    open_now: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
-    complete = []
-    for index, param in enumerate(params):
-        kind = param.dtype, param.device
-        open_now.setdefault(kind, []).append(index)
-        filled[kind] = filled.get(kind, 0) + param.size * param.dtype.itemsize
-        if filled[kind] >= bucket_bytes:
-            complete.append(open_now.pop(kind))
-            del filled[kind]
-    return [*complete, *open_now.values()]
-
-
-def _growing(params: Sequence[Flat], least: float, most: float) -> list[list[int]]:
-    """The members of each bucket, from small ones at the end to large ones."""
-    made: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
-    for index in reversed(range(len(params))):
-        param = params[index]
-        kind = param.dtype, param.device
-        buckets = made.setdefault(kind, [[]])
-        limit = min(most, least * 2 ** (len(buckets) - 1))
-        last = [params[other].owner for other in buckets[-1][-TOGETHER:]]
-        alike = param.owner is not None and last[-1:] == [param.owner]
-        stays = alike and last.count(param.owner) < TOGETHER
-        if buckets[-1] and filled[kind] >= limit and not stays:
-            buckets.append([])
-            filled[kind] = 0
-        buckets[-1].append(index)
-        filled[kind] = filled.get(kind, 0) + param.size * param.dtype.itemsize
-    complete = [members[::-1] for buckets in made.values() for members in buckets]
-    return sorted(complete, key=lambda members: members[-1])
+def _stays(param: Flat, members: Sequence[Flat]) -> bool:
+    """True if a parameter goes into the bucket of those of its module, though this is full."""
+    owners = [one.owner for one in members[-TOGETHER:]]
+    is_next = param.owner is not None and owners[-1] == param.owner
+    return is_next and owners.count(param.owner) < TOGETHER
 
 
 def _placed(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
@@ -139,7 +122,7 @@ def _placed(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
     A parameter that has a border inside begins a whole number of chunks before it. So up to a chunk
     of memory is left out at each border.
     """
-    dtype, device = params[members[0]].dtype, params[members[0]].device
+    dtype = params[members[0]].dtype
     step = ALIGNMENT // dtype.itemsize
     sizes = [params[index].size for index in members]
     largest = _rounded_up(max(sizes), step)
@@ -154,7 +137,7 @@ def _placed(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
         else:
             break
     places = tuple(Span(*place) for place in zip(members, begins, sizes, strict=True))
-    return Bucket(dtype, device, places, part * world, part)
+    return Bucket(dtype, places, part * world, part)
 
 
 def _begins(sizes: Sequence[int], part: int, world: int, step: int) -> tuple[list[int], int]:

@@ -32,13 +32,15 @@ class FlatParams:
     Args:
         layout: where they lie.
         slots: the parameters, in the layout's order. Their memory moves.
+        device: where they are.
 
     Attributes:
         flat: all of them, one after another.
     """
 
-    def __init__(self, layout: Bucket, slots: Sequence[Slot]) -> None:
+    def __init__(self, layout: Bucket, slots: Sequence[Slot], device: torch.device) -> None:
         self._layout = layout
+        self._device = device
         self._slots = slots
         self._pieces: list[tuple[Tensor, int]] = []  # and where they begin
         self._outside: list[tuple[Tensor, Tensor]] = []  # memory of parameters, and their views
@@ -48,7 +50,7 @@ class FlatParams:
 
     def _allocate(self) -> None:
         layout = self._layout
-        self.flat = Pages(layout.size, layout.dtype, layout.device).tensor
+        self.flat = Pages(layout.size, layout.dtype, self._device).tensor
         self._views = [
             self.flat.as_strided(slot.shape, slot.strides, place.begin)
             for slot, place in zip(self._slots, layout.places, strict=True)

@@ -43,7 +43,7 @@ class Pages:
 
 
 class BufferPool:
-    """Blocks of memory for messages, each used again by those that follow.
+    """Blocks of CPU memory for messages, each used again by those that follow.
 
     Args:
         nbytes: of a block, the longest message. A block takes what was used of it.
@@ -59,12 +59,11 @@ class BufferPool:
             self._nbytes = nbytes
             self._free.clear()
 
-    def take(self, device: torch.device) -> Tensor:
+    def take(self) -> Tensor:
         """A block as bytes with any values."""
-        for index, block in enumerate(self._free):
-            if block.device == device:
-                return self._free.pop(index)
-        return Pages(self._nbytes, torch.uint8, device).tensor
+        if self._free:
+            return self._free.pop()
+        return Pages(self._nbytes, torch.uint8, torch.device("cpu")).tensor
 
     def give_back(self, block: Tensor) -> None:
         """Take back a block that nobody uses any more."""

@@ -48,7 +48,7 @@ class Values(Protocol):
     def norm(self, index: int, order: float) -> Tensor:
         """The norm of the gradient of a parameter; a collective."""
 
-    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
+    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> object:
         """Multiply all gradients of a dtype, and look for infinities on all ranks."""
 
 
@@ -62,11 +62,13 @@ class Placeholder(Tensor):
     Attributes:
         number: of the parameter.
         pending: what backward has added.
+
+    It refers to the values weakly: torch cannot collect a circle through `.grad`.
     """
 
     number: int
     pending: Tensor | None
-    _refer: Callable[[], Values | None]  # weakly: torch cannot collect a circle through `.grad`
+    _refer: Callable[[], Values | None]
 
     __torch_function__ = PLAIN_RESULTS
 

@@ -105,12 +105,12 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
         gathered: list[Tensor] = []
         pending: list[Pending] = []
         ranges = _ranges(bucket.layout, group.world)
-        for slot, place in zip(bucket.slots, bucket.layout.places, strict=True):
+        for number, slot in enumerate(bucket.slots):
             for key, it in entries_of.get(slot.index, {}).items():
                 value: Any = it.clone() if isinstance(it, Tensor) else it
                 if isinstance(it, torch.dtype):
-                    flat = torch.empty(place.size, dtype=it, device=group.device)
-                    pending += _gather(engine, slot, key, flat, ranges[place.param])
+                    flat = torch.empty(slot.shape, dtype=it, device=group.device).view(-1)
+                    pending += _gather(engine, slot, key, flat, ranges[number])
                     gathered.append(flat)
                     value = flat.as_strided(slot.shape, slot.strides)
                 found.setdefault(slot.param, {})[key] = value
@@ -126,11 +126,11 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
 
 
 def _ranges(layout: Bucket, world: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Of each parameter: who owns which elements, as (rank, begin, size)."""
+    """By the place in the bucket: who owns which elements, as (rank, begin, size)."""
     found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for rank in range(world):
-        for param, begin, size, _ in layout.pieces_of(rank):
-            found[param].append((rank, begin, size))
+        for place, begin, size, _ in layout.pieces_of(rank):
+            found[place].append((rank, begin, size))
     return found
 
 

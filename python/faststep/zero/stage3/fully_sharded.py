@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...grads.params import name_of
+from ..admitted import taken_by_another
 from ..transport.group import Group
 from .blocks import has_forward, homes_of
 
-__all__ = ["AlikeGradients", "check_fully", "follow_successors", "shard_fully"]
+__all__ = ["check_fully", "check_gradients", "follow_successors", "shard_fully"]
 
 # What has been sharded here, for other optimizers of the same model that are sharded later.
 _successors: Any = WeakTensorKeyDictionary()  # of each parameter that fully_shard has replaced
@@ -56,10 +57,7 @@ def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Modu
             if _owner_of(tensor) is not None:
                 gc.collect()  # it may be gone
             if _owner_of(tensor) is not None:
-                raise TypeError(
-                    f"shard(stage=3): {name} is sharded already, for another optimizer: several "
-                    "may be sharded, each with parameters of its own; nothing was changed"
-                )
+                raise taken_by_another(f"shard(stage=3): {name}")
             continue
         if tensor.grad is not None:
             raise RuntimeError(f"{name} has a gradient: call zero_grad() before shard()")
@@ -130,8 +128,8 @@ def _owner_of(param: Tensor) -> Optimizer | None:
     return None if owner is None else owner()
 
 
-class AlikeGradients:
-    """Finds ranks that have gradients of different parameters, before a step uses them.
+def check_gradients(group: Group, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise on every rank if the ranks have gradients of different parameters; a collective.
 
     fully_shard reduces those gradients of a block that a rank has, side by side. So ranks that used
     different parameters add up gradients of different ones, where the sizes happen to fit.
@@ -141,26 +139,18 @@ class AlikeGradients:
         optimizer: whose parameters are looked at.
         names: of parameters, by `id`.
     """
-
-    def __init__(self, group: Group, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._group = group
-        self._optimizer = optimizer
-        self._names = names
-
-    def check(self) -> None:
-        """Raise RuntimeError on every rank if they differ; a collective."""
-        lines = [
-            f"{self._names.get(id(param))!r} with{'out' if param.grad is None else ''} a gradient, "
-            f"in group {number}"
-            for number, group in enumerate(self._optimizer.param_groups)
-            for param in group["params"]
-        ]
-        caller = (
-            "faststep.zero: nothing was updated, as fully_shard adds up gradients wrongly where "
-            "ranks use different parameters (model.set_reduce_scatter_unused_params(True) of newer "
-            "versions of torch has it send zeros)"
-        )
-        self._group.check_alike(lines, caller)
+    lines = [
+        f"{names.get(id(param))!r} with{'out' if param.grad is None else ''} a gradient, "
+        f"in group {number}"
+        for number, members in enumerate(optimizer.param_groups)
+        for param in members["params"]
+    ]
+    caller = (
+        "faststep.zero: nothing was updated, as fully_shard adds up gradients wrongly where ranks "
+        "use different parameters (model.set_reduce_scatter_unused_params(True) of newer versions "
+        "of torch has it send zeros)"
+    )
+    group.check_alike(lines, caller)
 
 
 def _size(module: nn.Module) -> int:

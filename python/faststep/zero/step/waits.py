@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from ..._torch.compiler import disable_dynamo
+from ...grads.hooks import weakly
 
 __all__ = ["ForwardWaits"]
 
@@ -101,21 +101,20 @@ class ForwardWaits:
         self._needs: dict[nn.Module, set[int]] | None = None  # None until the first forward is over
         self._called: set[nn.Module] = set()  # since the last step
         self._always: set[nn.Module] = set(self._own)  # called in every forward so far
-        mine = weakref.ref(self)
-        self._handles = [
-            module.register_forward_pre_hook(_hook(mine), prepend=True) for module in self._own
-        ]
-        everything = _hook(mine, everything=True)
+        called, everything = weakly(self._before_forward), weakly(self._before_state_dict)
+        self._handles: list[Any] = []
         for module in self._own:
-            saved = module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
-            loaded = module.register_load_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
-            self._handles += (saved, loaded)
+            self._handles += (
+                module.register_forward_pre_hook(called, prepend=True),
+                module.register_state_dict_pre_hook(everything),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(everything),  # type: ignore[no-untyped-call]
+            )
 
-    def reached(self, module: nn.Module, everything: bool) -> None:
-        """Called before a module's forward, and before a state dict is made or loaded."""
-        if everything:
-            self._wait(None)
-            return
+    def _before_state_dict(self, *_: Any) -> None:
+        """Called before a state dict is made or loaded."""
+        self._wait(None)
+
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
         self._called.add(module)
         self._wait(None if self._needs is None else self._needs.get(module))
         self._put_back(module)  # torch.compile looks at the class of the dict
@@ -170,14 +169,3 @@ class ForwardWaits:
 
 def _buckets_of(params: Iterable[Tensor], bucket_of: Mapping[int, int]) -> set[int]:
     return {bucket_of[id(param)] for param in params if id(param) in bucket_of}
-
-
-def _hook(
-    owner: Callable[[], ForwardWaits | None], everything: bool = False
-) -> Callable[..., None]:
-    @disable_dynamo
-    def wait(module: nn.Module, *_: Any, **__: Any) -> None:
-        if (waits := owner()) is not None:
-            waits.reached(module, everything)
-
-    return wait

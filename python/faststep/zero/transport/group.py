@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
 from ..layout.pages import BufferPool
 
-__all__ = ["Exchange", "Group", "Pending", "group_of"]
+__all__ = ["Exchange", "Group", "Pending", "group_of", "listed"]
 
 PATIENCE = 10.0  # seconds in which ranks that have failed say so to each other
 
@@ -62,10 +62,14 @@ class Group:
         group: the ranks that share the slices.
         timeout: seconds in which all ranks must come to what needs all of them, beside training.
         replicas: the ranks of other such groups that own the same slices, if there are any.
+
+    Attributes:
+        process_group: as torch knows it.
+        device: where messages are.
     """
 
     def __init__(self, group: Any, timeout: float, replicas: Group | None = None) -> None:
-        self._group = group
+        self.process_group = group
         self.timeout = timeout
         self.device = torch.device("cpu")  # where messages are
         if not backend_for(group, "cpu"):
@@ -86,22 +90,21 @@ class Group:
             RuntimeError: a rank did not come in time, or came for another thing; on all that came.
         """
         try:
-            said = meet(self._group, what, self.timeout)
+            said = meet(self.process_group, what, self.timeout)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank}: {what} failed, as the store of torch.distributed does not "
                 f"answer: {error}"
             ) from error
-        absent = [str(rank) for rank, other in enumerate(said) if other is None]
+        absent = [rank for rank, other in enumerate(said) if other is None]
         hints = [
             f"rank {rank} called {other}"
             for rank, other in enumerate(said)
             if other not in (None, what)
         ]
         if absent:
-            ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)}"
             limit = f"within {self.timeout:g} s (timeout= of shard())"
-            hints.insert(0, f"{ranks} did not {limit}")
+            hints.insert(0, f"{listed(absent)} did not {limit}")
         if hints:
             raise RuntimeError(
                 f"rank {self.rank}: all ranks must call {what} together, and {'; '.join(hints)}; "
@@ -124,19 +127,13 @@ class Group:
 
         One of them died, raised or waits elsewhere. Others may still wait for their own timeout.
         """
-        found = failed_at(self._group, what, PATIENCE)
-        absent = [str(rank) for rank, said in found.items() if said is None]
+        found = failed_at(self.process_group, what, PATIENCE)
+        absent = [rank for rank, said in found.items() if said is None]
         other = {rank: said for rank, said in found.items() if said not in (None, what)}
         hints = [f"rank {rank} failed at {said}" for rank, said in other.items()]
         if absent:
-            ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)}"
-            hints.insert(0, f"not reported by {ranks} within {PATIENCE:.0f} s")
+            hints.insert(0, f"not reported by {listed(absent)} within {PATIENCE:.0f} s")
         return f" ({'; '.join(hints)})" if hints else ""
-
-    @property
-    def process_group(self) -> Any:
-        """As torch knows it."""
-        return self._group
 
     def alone(self) -> Group:
         """The same ranks with connections of their own, closed when nobody has them; a collective.
@@ -149,23 +146,19 @@ class Group:
         if self.world < dist.get_world_size() or self.device.type == "cuda":
             return self
         with self.saying("connecting the ranks"):
-            group = same_ranks(self._group)
+            group = same_ranks(self.process_group)
         made = Group(group, self.timeout)
         weakref.finalize(made, end_group, group).atexit = False
         return made
-
-    def is_shared_with(self, other: Group) -> bool:
-        """True if messages of both go through one process group."""
-        return self._group is other._group
 
     def mesh(self, device: str) -> Any:
         """The ranks as a DeviceMesh of one dimension."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh.from_group(self._group, device)
+        return DeviceMesh.from_group(self.process_group, device)
 
     def _global(self, rank: int) -> int:
-        return int(dist.get_global_rank(self._group, rank))
+        return int(dist.get_global_rank(self.process_group, rank))
 
     def exchange(self, sent: Tensor, pool: BufferPool, what: str) -> Exchange:
         """Send each rank its slice of a flat tensor, and receive what all have of the own one."""
@@ -174,12 +167,14 @@ class Group:
         if self.leaves_out_own:  # what is left lies in one piece
             counts[self.rank] = 0
             others = sent[size:] if self.rank == 0 else sent[:size]
-        block = pool.take(sent.device)
+        block = pool.take()
         received = block.view(sent.dtype)[: sum(counts)]
         parts = list(torch.split(received, counts))
         if self.leaves_out_own:
             parts[self.rank] = sent[size * self.rank :][:size]
-        work = dist.all_to_all_single(received, others, counts, counts, self._group, async_op=True)
+        work = dist.all_to_all_single(
+            received, others, counts, counts, self.process_group, async_op=True
+        )
         return Exchange(parts, block, Pending(self, what, [work], [sent, received]))
 
     @property
@@ -199,14 +194,14 @@ class Group:
         for group in (self, self.replicas):
             if group is None:
                 continue
-            if device.type == "cpu" and not backend_for(group._group, "cpu"):
+            if device.type == "cpu" and not backend_for(group.process_group, "cpu"):
                 raise TypeError(
                     "shard(): parameters in CPU memory need a process group with gloo: call "
                     "init_process_group('cpu:gloo,cuda:nccl'); nothing was changed"
                 )
             if device.type == "cpu":
                 continue
-            if (backend := backend_for(group._group, device.type)) != "nccl":
+            if (backend := backend_for(group.process_group, device.type)) != "nccl":
                 raise TypeError(
                     f"shard(): parameters on {device} need a process group with NCCL, and this one "
                     f"has {backend or 'no backend'} for CUDA: call init_process_group('nccl'), or "
@@ -216,7 +211,7 @@ class Group:
 
     def reduce_scatter(self, own: Tensor, sent: Tensor, what: str) -> Pending:
         """Add up a flat tensor over the ranks; each receives a slice, all of one size."""
-        work = dist.reduce_scatter_tensor(own, sent, group=self._group, async_op=True)
+        work = dist.reduce_scatter_tensor(own, sent, group=self.process_group, async_op=True)
         return Pending(self, what, [work], [own, sent])
 
     def gather(self, flat: Tensor, tag: int, what: str) -> Pending:
@@ -226,7 +221,7 @@ class Group:
         """
         if not flat.numel():
             return Pending(self, what, [], [])
-        parts, group = flat.view(self.world, -1), self._group
+        parts, group = flat.view(self.world, -1), self.process_group
         mine = parts[self.rank]
         if self.device.type == "cuda":
             work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
@@ -253,7 +248,7 @@ class Group:
 
     def start_adding(self, numbers: Tensor, what: str) -> Pending:
         """Replace numbers by their sums inside the group, until the answer is waited for."""
-        work = dist.all_reduce(numbers, group=self._group, async_op=True)
+        work = dist.all_reduce(numbers, group=self.process_group, async_op=True)
         return Pending(self, what, [work], [numbers])
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -266,25 +261,25 @@ class Group:
             if tensor.numel():
                 values = tensor.contiguous().to(self.device)
                 with self.saying("giving all ranks the values of rank 0"):
-                    dist.broadcast(values, source, group=self._group)
+                    dist.broadcast(values, source, group=self.process_group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
 
     def send(self, values: Tensor) -> Pending:
         """Send rank 0 a tensor."""
-        work = dist.isend(values, self._global(0), self._group)
+        work = dist.isend(values, self._global(0), self.process_group)
         return Pending(self, "gathering states", [work], [values])
 
     def receive(self, values: Tensor, rank: int) -> Pending:
         """Receive what a rank sends."""
-        work = dist.irecv(values, self._global(rank), self._group)
+        work = dist.irecv(values, self._global(rank), self.process_group)
         return Pending(self, f"gathering the states of rank {rank}", [work], [values])
 
     def share(self, value: object) -> list[Any]:
         """The objects of all ranks, by rank."""
         found: list[Any] = [None] * self.world
         with self.saying("telling all ranks what each has"):
-            dist.all_gather_object(found, value, group=self._group)
+            dist.all_gather_object(found, value, group=self.process_group)
         return found
 
     def check_alike(self, lines: Sequence[str], caller: str = "shard()") -> None:
@@ -302,10 +297,15 @@ class Group:
         raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
 
     def _largest(self, numbers: Tensor, what: str) -> None:
-        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, self.process_group, async_op=True)
         Pending(self, what, [work], [numbers]).wait()
         if self.replicas is not None:
             self.replicas._largest(numbers, what)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks by their numbers, in errors."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _difference(described: Sequence[Sequence[str]]) -> str:

@@ -1,23 +1,25 @@
 """Ranks for tests: processes with a gloo group over loopback, a port of the system's choice, and a
 time limit on everything that waits.
 
-Starting a process takes longer than any of these tests, so the processes are started once for all:
-a module lists its jobs in JOBS, and gets their results from the fixture `ranks`."""
+Starting a process takes longer than any of these tests, so the processes are started once for all.
+A test of `on_ranks` runs on each rank. A module may also list jobs in JOBS, whose results its tests
+get from the fixture `ranks`."""
 
 from __future__ import annotations
 
 import datetime
+import importlib
 import multiprocessing
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Collectives", "Job", "forked", "results_of"]
+__all__ = ["Job", "forked", "jobs_of", "on_ranks", "results_of"]
 
 WAIT = 60  # seconds that a rank may wait for another
 PRELOADED = [  # none of these starts threads, which a fork would lose
@@ -27,7 +29,7 @@ PRELOADED = [  # none of these starts threads, which a fork would lose
     "torch.distributed.tensor",
     "faststep.zero",
 ]
-ALL_JOBS = 600  # seconds for all jobs of a rank, on a machine that is busy
+ALL_JOBS = 900  # seconds for all jobs of a rank, on a machine that is busy
 
 
 class Job(NamedTuple):
@@ -37,6 +39,50 @@ class Job(NamedTuple):
     world: int
     work: Callable[..., Any]
     args: tuple[Any, ...] = ()
+
+
+class _Body(NamedTuple):
+    """The code of a test of `on_ranks`, found by its name in each rank; returns what failed."""
+
+    module: str
+    test: str
+
+    def __call__(self, rank: int, world: int) -> str:
+        try:
+            getattr(importlib.import_module(self.module), self.test).body(rank, world)
+        except BaseException:  # pytest's own are not of Exception
+            traceback.print_exc()  # at once: the other ranks may wait for this one
+            return traceback.format_exc()
+        return ""
+
+
+def on_ranks(*worlds: int) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
+    """Makes a test of a function of rank and world, which asserts: on each rank of each world."""
+
+    def made(body: Callable[[int, int], None]) -> Callable[..., None]:
+        run = _Body(body.__module__, body.__name__)
+        jobs = [Job(f"{run.module}.{run.test} on {world}", world, run) for world in worlds]
+
+        @pytest.mark.parametrize("job", jobs, ids=lambda job: f"{job.world} ranks")
+        def test(job: Job, ranks: Callable[[str], list[str]]) -> None:
+            for failure in ranks(job.name):
+                assert not failure, failure
+
+        test.__module__, test.__doc__ = body.__module__, body.__doc__
+        vars(test).update(jobs=jobs, body=body)
+        return test
+
+    return made
+
+
+def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
+    """The jobs of these tests: their own, and those that their modules list under a name."""
+    found = {}
+    for item in items:
+        own = getattr(getattr(item, "function", None), "jobs", ()) if name == "JOBS" else ()
+        for job in (*own, *getattr(getattr(item, "module", None), name, ())):
+            found[job.name] = job
+    return list(found.values())
 
 
 def _work(rank: int, port: int, jobs: Sequence[Job]) -> dict[str, Any]:
@@ -109,31 +155,3 @@ def results_of(jobs: Sequence[Job]) -> dict[str, list[Any]]:
             if process.is_alive():
                 process.kill()
                 process.join(WAIT)
-
-
-class Collectives:
-    """Counts what the process group sends, from torch's functions and from the reducer in C++."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.reducer = self.direct = 0
-        model.register_comm_hook(None, self._of_reducer)
-        self._all_reduce = dist.all_reduce
-        dist.all_reduce = self._counted
-
-    def stop(self) -> None:
-        dist.all_reduce = self._all_reduce
-
-    def _of_reducer(self, _, bucket):  # torch looks at annotations, which must not be strings
-        self.reducer += 1
-        values = bucket.buffer().div_(dist.get_world_size())
-        work = self._all_reduce(values, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
-
-    def _counted(self, *args: Any, **kwargs: Any) -> Any:
-        self.direct += 1
-        return self._all_reduce(*args, **kwargs)
-
-    def taken(self) -> tuple[int, int]:
-        seen = self.reducer, self.direct
-        self.reducer = self.direct = 0
-        return seen
