@@ -41,7 +41,7 @@ RIVALS ?= bench
 ARGS ?=
 # For the targets with a GPU: a wheel to take instead of a build on the spot; the files to run, what is most
 # likely to fail first, by PARTS="bits race" some of them; seconds for each; and where logs and figures go.
-GPU_TESTS := bits lists values amp streams graphs kernels memory state_dict loader transforms sharded race sanitizer counters
+GPU_TESTS := bits lists amp streams graphs kernels memory state_dict loader transforms sharded race sanitizer counters
 GPU_BENCH := cuda_works cuda_images
 WHEEL ?=
 PARTS ?=

@@ -96,6 +96,14 @@ class Twins:
     def optimizers(self, make: Callable[..., Any], **kwargs: Any) -> tuple[Any, Any]:
         return make(self.cpu, **kwargs), make(self.cuda, **kwargs)
 
+    def train(self, both: tuple[Any, Any], steps: int, grads: bool = False) -> None:
+        """Steps with other gradients each, after each of which the two sides are the same."""
+        for step in range(steps):
+            self.draw_grads(step)
+            for optimizer in both:
+                optimizer.step()
+            self.assert_same(*both, grads=grads)
+
     def assert_same(self, a: Any, b: Any, grads: bool = False) -> None:
         """Parameters, states and, if asked, gradients have the same bits."""
         for i, (p, q) in enumerate(zip(self.cpu, self.cuda, strict=True)):
