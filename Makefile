@@ -96,7 +96,7 @@ levels: build ## run the tests of the loops on each lower instruction set
 # Without what timm depends on: torchvision comes with another build of torch.
 frameworks: build $(BIN)/.installed-frameworks ## test inside accelerate, Lightning, Trainer, timm and PEFT
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
-	$(BIN)/python -m pytest -q -rs tests/frameworks $(ARGS)
+	$(BIN)/python -m pytest -q -rs tests/frameworks tests/oracle $(ARGS)
 
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
