@@ -13,7 +13,11 @@ PART_programs := tests/leaks tests/cli tests/benchmarks
 PART_devices := tests/device tests/gpu
 PART_kernels := -rs tests/test_cuda_build.py tests/test_cuda_machine_code.py tests/test_cuda_subset.py
 PART_rest := $(patsubst tests/%,--ignore=tests/%,$(filter tests/%,$(foreach part,$(TEST_PARTS),$(PART_$(part)))))
-# What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
+# The loops in each layout, type and chain, for each lower instruction set. That whole runs have the same bits
+# there is shown by tests/optim/test_concurrency.py, and that each loop has by the C tests.
+LEVEL_TESTS := tests/optim/test_runner.py tests/amp/test_unscale.py tests/clip/test_clip_grad.py tests/clip/test_total_norm.py \
+    tests/accumulate/test_pass.py tests/data/test_converted.py
+# What runs the loops: these tests are repeated under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \
     tests/data/test_converted.py
 # What goes from Python to the kernels, on a machine that claims to have CUDA devices.
@@ -90,7 +94,7 @@ test-%: build ## run one part of the tests: data, say; ARGS are options of pytes
 levels: build ## run the tests of the loops on each lower instruction set
 	@set -e; for level in $$($(BIN)/python -c \
 	    'from faststep import _C; print(*_C.cpu_info()["supported"][:-1])'); do \
-	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LOOP_TESTS); \
+	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LEVEL_TESTS); \
 	done
 
 # Without what timm depends on: torchvision comes with another build of torch.
