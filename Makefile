@@ -13,7 +13,11 @@ PART_programs := tests/leaks tests/cli tests/benchmarks
 PART_devices := tests/device tests/gpu
 PART_kernels := -rs tests/test_cuda_build.py tests/test_cuda_machine_code.py tests/test_cuda_subset.py
 PART_rest := $(patsubst tests/%,--ignore=tests/%,$(filter tests/%,$(foreach part,$(TEST_PARTS),$(PART_$(part)))))
-# What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
+# The loops in each layout, type and chain, for each lower instruction set. That whole runs have the same bits
+# there is shown by tests/optim/test_concurrency.py, and that each loop has by the C tests.
+LEVEL_TESTS := tests/optim/test_runner.py tests/amp/test_unscale.py tests/clip/test_clip_grad.py tests/clip/test_total_norm.py \
+    tests/accumulate/test_pass.py tests/data/test_converted.py
+# What runs the loops: these tests are repeated under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \
     tests/data/test_converted.py
 # What goes from Python to the kernels, on a machine that claims to have CUDA devices.
@@ -39,13 +43,14 @@ DEMO ?= --output build/demo.png
 RIVALS ?= bench
 # Options of pytest.
 ARGS ?=
-# For the targets with a GPU: a wheel to take instead of a build on the spot; the parts to run, all if not
-# given; seconds for all of them; whether to keep what is done; and a folder that gets the report, too.
+# For the targets with a GPU: a wheel to take instead of a build on the spot; the files to run, what is most
+# likely to fail first, by PARTS="bits race" some of them; seconds for each; and where logs and figures go.
+GPU_TESTS := bits lists amp streams graphs kernels memory state_dict loader transforms sharded race sanitizer counters
+GPU_BENCH := cuda_works cuda_images
 WHEEL ?=
 PARTS ?=
-BUDGET ?= 1200
-RESUME ?=
-RESULTS ?=
+LIMIT ?= 180
+RESULTS ?= build/gpu
 # For `make matrix`: versions of torch and CPython, all if not given, and the page with the table, none if empty.
 TORCH ?=
 PYTHONS ?=
@@ -56,7 +61,7 @@ help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s  %s\n", $$1, $$2}' Makefile
 	@echo 'gpu, test-gpu and bench-gpu make no environment and download nothing: they run $$(PYTHON), python3 if'
 	@echo 'not given, with torch, pytest and numpy, on a build in place or on what WHEEL=dist/NAME.whl holds. They'
-	@echo 'take PARTS="bits race" for some parts, RESUME=1 to go on, and RESULTS=FOLDER to keep the report.'
+	@echo 'take PARTS="bits race" for some files, and RESULTS=FOLDER for their logs and figures.'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -89,13 +94,13 @@ test-%: build ## run one part of the tests: data, say; ARGS are options of pytes
 levels: build ## run the tests of the loops on each lower instruction set
 	@set -e; for level in $$($(BIN)/python -c \
 	    'from faststep import _C; print(*_C.cpu_info()["supported"][:-1])'); do \
-	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LOOP_TESTS); \
+	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LEVEL_TESTS); \
 	done
 
 # Without what timm depends on: torchvision comes with another build of torch.
 frameworks: build $(BIN)/.installed-frameworks ## test inside accelerate, Lightning, Trainer, timm and PEFT
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
-	$(BIN)/python -m pytest -q -rs tests/frameworks $(ARGS)
+	$(BIN)/python -m pytest -q -rs tests/frameworks tests/oracle $(ARGS)
 
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
@@ -169,18 +174,19 @@ else
 	cd build/bare && FASTSTEP_CUDA=1 $(ITS_PYTHON) setup.py -q build_ext --inplace
 endif
 
-# Each part has a time limit, a log and files of its own in build/gpu; see tests/gpu/parts.py.
-GPU_PARTS = cd tests && $(ITS_PYTHON) -m gpu.run_parts --wheel "$(abspath $(WHEEL))" --budget $(BUDGET) \
-    $(if $(RESULTS),--results "$(abspath $(RESULTS))") $(if $(RESUME),--resume) $(ARGS) $(PARTS)
+# Each file in a process of its own with a time limit; see tests/gpu/each_file.
+files_of = $(foreach part,$(filter $(or $(PARTS),%),$(2)),$(1)/test_$(part).py)
+ON_GPU = PYTHON=$(ITS_PYTHON) PACKAGE=$(if $(WHEEL),build/wheel,python) RESULTS=$(RESULTS) LIMIT=$(LIMIT) tests/gpu/each_file
+AS_ASKED = $(if $(ARGS),-- $(ARGS))
 
-gpu: ## test and measure on a CUDA device, in 20 minutes: one report, build/gpu/report.md
-	$(GPU_PARTS)
+gpu: build-gpu ## test and measure on a CUDA device; logs and figures in RESULTS=build/gpu
+	$(ON_GPU) $(call files_of,tests/gpu,$(GPU_TESTS)) $(call files_of,benchmarks/gpu,$(GPU_BENCH)) $(AS_ASKED)
 
-test-gpu: ## only test on the CUDA devices of this machine
-	$(GPU_PARTS) --only tests
+test-gpu: build-gpu ## only test on the CUDA devices of this machine
+	$(ON_GPU) $(call files_of,tests/gpu,$(GPU_TESTS)) $(AS_ASKED)
 
-bench-gpu: ## only measure on a CUDA device
-	$(GPU_PARTS) --only bench
+bench-gpu: build-gpu ## only measure on a CUDA device
+	$(ON_GPU) $(call files_of,benchmarks/gpu,$(GPU_BENCH)) $(AS_ASKED)
 
 wheel: $(BIN)/.installed-dev ## build dist/ with kernels for all GPUs; check the wheel's ABI, libraries, size, import
 	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python .ci/release

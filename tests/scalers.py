@@ -13,6 +13,21 @@ from torch.nn import Parameter
 from faststep.amp import GradScaler
 
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
+TORCHS_OPTIMIZERS: dict[str, Make] = {
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+    "AdamW for-loop": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=False),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "SGD foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+    "SGD for-loop": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=False),
+}
+
+
+class Doubtful(GradScaler):
+    """Reports an overflow whatever the gradients say, as a sharded scaler may for other ranks."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
+        return {d: torch.ones_like(t) for d, t in super()._unscale_grads_(*args).items()}
 
 
 def make_scaler(

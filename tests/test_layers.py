@@ -9,6 +9,7 @@ Within csrc/py: module.c -> step, grads, load, memory -> module.h, functions.def
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,26 @@ def room_violations(root: Path) -> list[str]:
     return found
 
 
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def found_when_planted(
+    violations: Callable[[Path], list[str]],
+    root: Path,
+    right: dict[str, str],
+    place: str,
+    text: str,
+) -> list[str]:
+    """What is found in a tree that was right until one more file was written."""
+    write(root, right)
+    assert violations(root) == []
+    write(root, {place: text})
+    return violations(root)
+
+
 def test_rooms_of_the_package_keep_to_their_order() -> None:
     assert room_violations(ROOT) == []
 
@@ -255,13 +276,7 @@ def test_a_wrong_arrow_in_c_is_caught(
         "csrc/py/module.h": '#include <Python.h>\n#include "core/plan.h"',
         "csrc/py/module.c": '#include "module.h"\nvoid f(void) { printf("abort()"); }',
     }
-    for name, code in right.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(code)
-    assert c_violations(tmp_path) == []
-    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / place).write_text(text)
-    found = c_violations(tmp_path)
+    found = found_when_planted(c_violations, tmp_path, right, place, text)
     assert len(found) == 1
     assert found[0].startswith(place)
     assert complaint in found[0]
@@ -280,18 +295,14 @@ def test_a_wrong_arrow_in_c_is_caught(
     ],
 )
 def test_a_wrong_arrow_in_python_is_caught(tmp_path: Path, text: str) -> None:
-    package = tmp_path / "python" / "faststep"
-    package.mkdir(parents=True)
-    (package / "fine.py").write_text(
-        "import torch\nfrom faststep import _C\nprint(torch.__version__)"
-    )
-    (package / "_torch").mkdir()
-    (package / "_torch" / "optim.py").write_text("import torch\nx = torch._C")
-    assert python_violations(tmp_path) == []
-    (package / "planted.py").write_text(text)
-    found = python_violations(tmp_path)
+    right = {
+        "python/faststep/fine.py": "import torch\nfrom faststep import _C\nx = torch.__version__",
+        "python/faststep/_torch/optim.py": "import torch\nx = torch._C",
+    }
+    place = "python/faststep/planted.py"
+    found = found_when_planted(python_violations, tmp_path, right, place, text)
     assert found
-    assert all(line.startswith("python/faststep/planted.py:") for line in found)
+    assert all(line.startswith(f"{place}:") for line in found)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +337,6 @@ def test_a_wrong_arrow_in_python_is_caught(tmp_path: Path, text: str) -> None:
 def test_a_wrong_arrow_between_rooms_is_caught(
     tmp_path: Path, place: str, text: str, complaint: str
 ) -> None:
-    package = tmp_path / "python" / "faststep"
     right = {
         "_C.pyi": "",
         "__init__.py": "from .optim import Adam",
@@ -340,14 +350,11 @@ def test_a_wrong_arrow_between_rooms_is_caught(
         "data/order/draws.py": "from __future__ import annotations\nfrom ... import _C",
         "data/resume/states.py": "from ..order import draws\nfrom ..order.draws import noting",
     }
-    for name, code in right.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(code)
-    assert room_violations(tmp_path) == []
-    (package / place).write_text(text)
-    found = room_violations(tmp_path)
+    right = {f"python/faststep/{name}": code for name, code in right.items()}
+    place = f"python/faststep/{place}"
+    found = found_when_planted(room_violations, tmp_path, right, place, text)
     assert len(found) == 1
-    assert found[0].startswith(f"python/faststep/{place}:")
+    assert found[0].startswith(f"{place}:")
     assert complaint in found[0]
 
 
@@ -479,7 +486,6 @@ def test_functions_are_found() -> None:
     ],
 )
 def test_a_wrong_include_between_rooms_is_caught(tmp_path: Path, place: str, header: str) -> None:
-    inside = tmp_path / "csrc" / "py"
     right = {
         "torch/tensor.h": "#include <Python.h>",
         "module.h": '#include "py/torch/tensor.h"',
@@ -488,14 +494,11 @@ def test_a_wrong_include_between_rooms_is_caught(tmp_path: Path, place: str, hea
         "load/batcher.c": '#include "py/module.h" /* not "py/grads/lists.h" */',
         "module.c": '#include "py/module.h"\n#include "py/grads/lists.h"',
     }
-    for name, code in right.items():
-        (inside / name).parent.mkdir(parents=True, exist_ok=True)
-        (inside / name).write_text(code)
-    assert c_room_violations(tmp_path) == []
-    (inside / place).write_text(f'#include "{header}"')
-    found = c_room_violations(tmp_path)
+    right = {f"csrc/py/{name}": code for name, code in right.items()}
+    place = f"csrc/py/{place}"
+    found = found_when_planted(c_room_violations, tmp_path, right, place, f'#include "{header}"')
     assert len(found) == 1
-    assert found[0].startswith(f"csrc/py/{place}: ")
+    assert found[0].startswith(f"{place}: ")
 
 
 def test_a_circle_of_calls_is_caught(tmp_path: Path) -> None:
@@ -586,6 +589,5 @@ def test_modules_and_functions_are_short() -> None:
 def test_what_is_too_long_is_caught(
     tmp_path: Path, place: str, text: str, complaint: str | None
 ) -> None:
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).write_text(text)
+    write(tmp_path, {place: text})
     assert too_long(tmp_path) == ({complaint} if complaint else set())

@@ -100,3 +100,13 @@ def assert_close(left: Sequence[Any], right: Sequence[Any], relative: float) -> 
 def finish(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
+
+
+def micro_steps(accum: Any, model: nn.Module, window: Sequence[Batch], scaler: Any = None) -> None:
+    """Backward passes of a window, through a scaler if there is one."""
+    for batch in window:
+        with accum:
+            if scaler is None:
+                accum.backward(loss_of(model, batch))
+            else:
+                scaler.scale(loss_of(model, batch)).backward()

@@ -19,6 +19,7 @@ from .common import (
     grads,
     loss_of,
     make_model,
+    micro_steps,
     values,
 )
 
@@ -74,42 +75,60 @@ def test_one_unscale_per_window(make: Make, scaler_class) -> None:
     assert scaler.get_scale() == 512.0
 
 
-@over_optimizers
-def test_unscale_then_clip(make: Make) -> None:
+def _unscale_then_clip(scaler, optimizer, params) -> None:
     """faststep's unscale_ divides in its own pass, so any clipping after it is right."""
-    expected = by_hand(make, 0.1)
-    model = make_model()
-    optimizer = make(model.parameters())
-    scaler = faststep.amp.GradScaler("cpu", init_scale=1024.0)
-    accum = faststep.accumulate(optimizer, 3)
-    for window, after in zip(WINDOWS, expected, strict=True):
-        for batch in window:
-            with accum:
-                scaler.scale(loss_of(model, batch)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert_close(values(model), after, 1e-5)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(params, 0.1)
+    scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+def _clip_in_the_step(scaler, optimizer, params) -> None:
+    scaler.step(optimizer, max_norm=0.1)
+
+
+def _unscale_alone(scaler, optimizer, params) -> None:
+    """The division is still left to the step."""
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+CHAINS = [
+    pytest.param(clip, chain, cls, enabled, id=f"{name}, {chain.__name__}, {enabled}")
+    for clip, chain, cls, name, enabled in (
+        (0.1, _unscale_then_clip, faststep.amp.GradScaler, "faststep's", True),
+        (0.1, _clip_in_the_step, faststep.amp.GradScaler, "faststep's", True),
+        (0.1, _clip_in_the_step, faststep.amp.GradScaler, "faststep's", False),
+        (None, _unscale_alone, torch.amp.GradScaler, "torch's", True),
+    )
+]
+
+
+@pytest.mark.parametrize(("clip", "chain", "scaler_class", "enabled"), CHAINS)
 @over_optimizers
-def test_clip_in_the_scalers_step(make: Make, enabled: bool) -> None:
-    expected = by_hand(make, 0.1)
+def test_chains_of_a_scaler(make: Make, clip: float | None, chain, scaler_class, enabled) -> None:
+    expected = by_hand(make, clip)
     model = make_model()
     optimizer = make(model.parameters())
-    scaler = faststep.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    scaler = scaler_class("cpu", init_scale=1024.0, enabled=enabled)
     accum = faststep.accumulate(optimizer, 3)
     for window, after in zip(WINDOWS, expected, strict=True):
-        for batch in window:
-            with accum:
-                scaler.scale(loss_of(model, batch)).backward()
-        scaler.step(optimizer, max_norm=0.1)
+        micro_steps(accum, model, window, scaler)
+        chain(scaler, optimizer, model.parameters())
         scaler.update()
         optimizer.zero_grad()
         assert_close(values(model), after, 1e-5)
+
+
+def test_clipping_after_torchs_unscale_is_refused() -> None:
+    model = make_model()
+    optimizer = faststep.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accum = faststep.accumulate(optimizer, 3)
+    micro_steps(accum, model, WINDOWS[0], scaler)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="normalize_"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("way", ["accum", "faststep", "normalize_", "max_grad_norm"])
@@ -126,9 +145,7 @@ def test_clip_without_a_scaler(make: Make, way: str) -> None:
     accum = faststep.accumulate(optimizer, 3)
     for window, after in zip(WINDOWS, expected, strict=True):
         reference = [0.0] * len(list(model.parameters()))
-        for batch in window:
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, window)
         divided = [grad.double() for grad in grads(model)]
         if accum._window.optimizers[0] in faststep.grads.divide._waiting:
             divided = [grad / 3 for grad in divided]
@@ -168,25 +185,13 @@ def test_a_norm_that_is_measured_first(make: Make) -> None:
     assert_close(values(model), values(reference), 1e-6)
 
 
+@pytest.mark.parametrize("in_a_hook", [False, True])
 @pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["torch fused AdamW"]])
-def test_torchs_clipping_of_a_sum_is_refused(make: Make) -> None:
-    """It would clip the sum over the window, not its mean: step() says so and changes nothing."""
-    model = make_model()
-    optimizer = make(model.parameters())
-    accum = faststep.accumulate(optimizer, 3)
-    for batch in WINDOWS[0]:
-        with accum:
-            accum.backward(loss_of(model, batch))
-    before = values(model)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3.*max_grad"):
-        optimizer.step()
-    assert_close(values(model), before, 0.0)
+def test_torchs_clipping_of_a_sum_is_refused(make: Make, in_a_hook: bool) -> None:
+    """It would clip the sum over the window, not its mean: step() says so and changes nothing.
 
-
-@pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["torch fused AdamW"]])
-def test_clipping_of_a_sum_in_a_hook_before_the_step_is_refused(make: Make) -> None:
-    """Also where the hook was registered after accumulate()."""
+    Also in a hook before the step that was registered after accumulate().
+    """
     model = make_model()
     optimizer = make(model.parameters())
     accum = faststep.accumulate(optimizer, 3)
@@ -194,40 +199,15 @@ def test_clipping_of_a_sum_in_a_hook_before_the_step_is_refused(make: Make) -> N
     def clip(*_: object) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    optimizer.register_step_pre_hook(clip)
-    for batch in WINDOWS[0]:
-        with accum:
-            accum.backward(loss_of(model, batch))
+    if in_a_hook:
+        optimizer.register_step_pre_hook(clip)
+    micro_steps(accum, model, WINDOWS[0])
     before = values(model)
-    with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3"):
+    if not in_a_hook:
+        clip()
+    with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3.*max_grad"):
         optimizer.step()
     assert_close(values(model), before, 0.0)
-
-
-def test_torchs_unscale_alone() -> None:
-    """The division is still left to the step; clipping after it is refused."""
-    make = OPTIMIZERS["faststep AdamW"]
-    expected = by_hand(make, None)
-    model = make_model()
-    optimizer = make(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    accum = faststep.accumulate(optimizer, 3)
-    for window, after in zip(WINDOWS, expected, strict=True):
-        for batch in window:
-            with accum:
-                scaler.scale(loss_of(model, batch)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert_close(values(model), after, 1e-5)
-    for batch in WINDOWS[0]:
-        with accum:
-            scaler.scale(loss_of(model, batch)).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match="normalize_"):
-        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -266,9 +246,7 @@ def test_fp16_with_sums_can_be_unscaled() -> None:
     optimizer = faststep.optim.AdamW(model.parameters())
     scaler = faststep.amp.GradScaler("cpu", init_scale=1024.0)
     accum = faststep.accumulate(optimizer, 3, dtype=torch.float32)
-    for batch in batches([4] * 3, 0, torch.float16):
-        with accum:
-            scaler.scale(loss_of(model, batch)).backward()
+    micro_steps(accum, model, batches([4] * 3, 0, torch.float16), scaler)
     scaled = grads(model)
     scaler.unscale_(optimizer)
     assert_close(grads(model), [grad / 3072 for grad in scaled], 1e-6)
@@ -284,9 +262,7 @@ def test_another_step_of_the_same_window(scaler_class) -> None:
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
     scaler = scaler_class("cpu", init_scale=1024.0)
     accum = faststep.accumulate(optimizer, 3)
-    for batch in WINDOWS[0]:
-        with accum:
-            scaler.scale(loss_of(model, batch)).backward()
+    micro_steps(accum, model, WINDOWS[0], scaler)
     scaler.step(optimizer)
     scaler.update()
     before = values(model)

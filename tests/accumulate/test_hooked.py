@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 
 import faststep
 from faststep.grads.hooks import Hooked
+from programs import Programs
 
 
 def new_param() -> nn.Parameter:
@@ -115,7 +113,7 @@ def test_no_hook_outlives_the_registry(how: str) -> None:
     assert not param._post_accumulate_grad_hooks
 
 
-def test_nothing_is_removed_at_exit() -> None:
+def test_nothing_is_removed_at_exit(programs: Programs) -> None:
     """Parameters may be gone by then, and half of torch."""
     script = """
 import torch
@@ -127,9 +125,7 @@ kept.add(param, None, print)
 other = hooks.Hooked()
 del other
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
-    )
+    done = programs.run(script)
     assert done.stdout.split() == ["removed"], done.stderr
 
 

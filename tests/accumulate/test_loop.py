@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import faststep
+from optim.declarations import ADAMW, OTHERS
 
 from .common import (
     OPTIMIZERS,
@@ -24,6 +26,7 @@ from .common import (
     joined,
     loss_of,
     make_model,
+    micro_steps,
     values,
 )
 
@@ -112,7 +115,13 @@ def test_gradients_of_uneven_batches_to_1e_6() -> None:
     assert_close(grads(model), grads(reference), 1e-6)
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["faststep SGD"]])
+OURS = {
+    "SGD": OPTIMIZERS["faststep SGD"],
+    **{d.name: functools.partial(d.ours, **d.kwargs) for d in (ADAMW, *OTHERS)},
+}
+
+
+@pytest.mark.parametrize("make", OURS.values(), ids=OURS)
 def test_the_bits_of_a_divided_loss(make: Make) -> None:
     """With 8 micro-steps all divisions are exact: the same bits as loss / 8."""
     windows = [batches([4] * 8, seed) for seed in range(3)]
@@ -223,9 +232,7 @@ def test_sum_divides_nothing() -> None:
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
     accum = faststep.accumulate(optimizer, 3, normalize="sum")
     window = batches([4, 2, 7])
-    for batch in window:
-        with accum:
-            accum.backward(loss_of(model, batch))
+    micro_steps(accum, model, window)
     for batch in window:
         loss_of(reference, batch).backward()
     assert_equal(grads(model), grads(reference))
@@ -307,9 +314,7 @@ def test_several_optimizers_on_one_model() -> None:
     accum = faststep.accumulate(ours, 4)
     for seed in range(2):
         window = batches([4] * 4, seed)
-        for batch in window:
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, window)
         for batch in window:
             (loss_of(reference, batch) / 4).backward()
         for optimizer in (*ours, *theirs):
@@ -326,9 +331,7 @@ def test_frozen_and_unused_parameters(make: Make) -> None:
     optimizer = make(model.parameters())
     accum = faststep.accumulate(optimizer, 2)
     before = model[0].weight.clone(), model.unused.detach().clone()
-    for batch in batches([4, 4]):
-        with accum:
-            accum.backward(loss_of(model, batch))
+    micro_steps(accum, model, batches([4, 4]))
     finish(optimizer)
     assert_equal((model[0].weight, model.unused.detach()), before)
     for idle in (model[0].weight, model.unused):

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 import faststep
 
 from .common import (
-    OPTIMIZERS,
     assert_equal,
     batches,
     finish,
     grads,
     loss_of,
     make_model,
+    micro_steps,
     values,
 )
 from .test_sums import sums_by_hand
@@ -177,70 +177,6 @@ def test_with_a_scaler(overflow: int | None) -> None:
     assert_alike(run)
 
 
-@pytest.mark.parametrize("way", ["accum", "torch", "max_grad_norm"])
-@pytest.mark.parametrize("steps", [2, 3])
-def test_clipping(steps: int, way: str) -> None:
-    def run(in_pairs: bool) -> list[Any]:
-        model, found = make_model(LOW), []
-        limit = 0.05 if way == "max_grad_norm" else None
-        optimizer = faststep.optim.AdamW(model.parameters(), max_grad_norm=limit)
-        accum = accumulate(optimizer, steps, in_pairs)
-        for batch in WINDOW[:6]:
-            with accum:
-                accum.backward(loss_of(model, batch))
-            if not accum.ready:
-                continue
-            if way == "accum":
-                found.append(accum.clip_grad_norm_(0.05))
-            elif way == "torch":
-                accum.normalize_()
-                found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-            finish(optimizer)
-        return [*found, *values(model)]
-
-    assert_alike(run)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer(make: Any) -> None:
-    """Two of them on one model; torch's own get the rounded mean."""
-
-    def run(in_pairs: bool) -> list[Any]:
-        model = make_model(LOW)
-        optimizers = [
-            make(model[:2].parameters()),
-            torch.optim.SGD(model[2:].parameters(), lr=0.1),
-        ]
-        accum = accumulate(optimizers, 3, in_pairs)
-        for batch in WINDOW:
-            with accum:
-                accum.backward(loss_of(model, batch))
-            if accum.ready:
-                for optimizer in optimizers:
-                    finish(optimizer)
-        assert accum.flush()
-        return [*grads(model), *values(model)]
-
-    assert_alike(run)
-
-
-def test_a_compiled_model() -> None:
-    def run(in_pairs: bool) -> list[Any]:
-        torch._dynamo.reset()
-        model = make_model(LOW)
-        compiled = torch.compile(model, backend="aot_eager")
-        optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
-        accum = accumulate(optimizer, 3, in_pairs, model=compiled)
-        for batch in WINDOW[:6]:
-            with accum:
-                accum.backward(loss_of(compiled, batch))
-            if accum.ready:
-                finish(optimizer)
-        return values(model)
-
-    assert_alike(run)
-
-
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_installed(set_to_none: bool, clips: bool) -> None:
@@ -277,9 +213,7 @@ def test_a_state_inside_a_window(at: int, saved_in_pairs: bool, loaded_in_pairs:
         return model, accumulate(faststep.optim.SGD(model.parameters()), 6, in_pairs)
 
     def go_on(model: nn.Module, accum: Accumulation, window: list) -> None:
-        for batch in window:
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, window)
 
     first, second = start(saved_in_pairs), start(loaded_in_pairs)
     go_on(*first, WINDOW[:at])

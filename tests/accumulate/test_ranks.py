@@ -17,7 +17,17 @@ import faststep
 from ranks import Job
 
 from .collectives import Collectives
-from .common import assert_close, assert_equal, batches, grads, joined, loss_of, make_model, values
+from .common import (
+    assert_close,
+    assert_equal,
+    batches,
+    grads,
+    joined,
+    loss_of,
+    make_model,
+    micro_steps,
+    values,
+)
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -209,9 +219,7 @@ def _left_over(rank: int, world: int) -> list[torch.Tensor]:
         optimizer = faststep.optim.SGD(net.parameters(), lr=0.0)
         accum = faststep.accumulate(optimizer, 2, model=model, dtype=dtype)
         *window, last = batches([4, 4, 4], rank, low)
-        for batch in window:
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, window)
         optimizer.step()
         if rank == 0:
             optimizer.zero_grad()
@@ -338,9 +346,7 @@ def _compiled(rank: int, world: int) -> list[Any]:
         optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
         accum = faststep.accumulate(optimizer, 3, model=model)
         for _ in range(3):
-            for batch in batches([4] * 3, rank):
-                with accum:
-                    accum.backward(loss_of(model, batch))
+            micro_steps(accum, model, batches([4] * 3, rank))
             optimizer.step()
             optimizer.zero_grad()
         found.append(values(net))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import faststep
+from optim.declarations import OTHERS
 
 from .common import assert_close, assert_equal, batches, loss_of, make_model, values
 
@@ -24,6 +26,7 @@ MAKE: dict[str, Any] = {
     "momentum": lambda ps, **kw: faststep.optim.SGD(ps, lr=0.1, momentum=0.9, **kw),
     "Lion": lambda ps, **kw: faststep.optim.Lion(ps, lr=0.01, **kw),
 }
+EVERY = MAKE | {d.name: functools.partial(d.ours, **d.kwargs) for d in OTHERS}
 over_optimizers = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 DATA = batches([4] * 6)
 
@@ -54,7 +57,7 @@ def train(make: Any, released: bool, dtype: torch.dtype = torch.float32) -> list
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@over_optimizers
+@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_the_bits_of_the_ordinary_step(make: Any, dtype: torch.dtype) -> None:
     """With groups, a scheduler, and states created in backward."""
     assert_equal(train(make, True, dtype), train(make, False, dtype))

@@ -9,7 +9,16 @@ import torch
 
 import faststep
 
-from .common import OPTIMIZERS, Make, assert_equal, batches, loss_of, make_model, values
+from .common import (
+    OPTIMIZERS,
+    Make,
+    assert_equal,
+    batches,
+    loss_of,
+    make_model,
+    micro_steps,
+    values,
+)
 
 MODES = {
     "mean": {"normalize": "mean"},
@@ -123,9 +132,7 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
     model = make_model()
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
     accum = faststep.accumulate(optimizer, 2)
-    for batch in batches([4] * 2):
-        with accum:
-            accum.backward(loss_of(model, batch))
+    micro_steps(accum, model, batches([4] * 2))
     state = accum.state_dict()
     model = make_model()
     halves = [faststep.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 import faststep
 from gradients import LAYOUTS
 
-from .common import OPTIMIZERS, assert_close, assert_equal, batches, finish, loss_of, make_model
+from .common import (
+    OPTIMIZERS,
+    assert_close,
+    assert_equal,
+    batches,
+    finish,
+    loss_of,
+    make_model,
+    micro_steps,
+)
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -37,9 +46,7 @@ def test_the_bits_of_a_hand_written_sum(dtype: torch.dtype) -> None:
     accum = faststep.accumulate(optimizer, 8, dtype=torch.float32)
     for seed in range(3):
         window = batches([4] * 8, seed, dtype)
-        for batch in window:
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, window)
         expected = sums_by_hand(reference, window)
         assert_equal([p.grad for p in model.parameters()], expected)
         accum.normalize_()
@@ -70,9 +77,7 @@ def test_training_with_every_optimizer(make, dtype: torch.dtype) -> None:
     accum = faststep.accumulate(optimizer, 4, dtype=torch.float32)
     for seed in range(2):
         window = batches([4] * 4, seed, dtype)
-        for batch in window:
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, window)
         for param, total in zip(
             reference.parameters(), sums_by_hand(reference, window), strict=True
         ):
@@ -117,9 +122,7 @@ def test_buffers_are_used_again() -> None:
     accum = faststep.accumulate(optimizer, 2, dtype=torch.float32)
     places = []
     for seed in range(3):
-        for batch in batches([4, 4], seed, torch.bfloat16):
-            with accum:
-                accum.backward(loss_of(model, batch))
+        micro_steps(accum, model, batches([4, 4], seed, torch.bfloat16))
         places.append([p.grad.data_ptr() for p in model.parameters()])
         finish(optimizer)
     assert places[0] == places[1] == places[2]
@@ -133,9 +136,7 @@ def test_zero_grad_in_place() -> None:
         optimizer = faststep.optim.SGD(model.parameters())
         accum = faststep.accumulate(optimizer, 2, dtype=torch.float32)
         for seed in range(2):
-            for batch in batches([4, 4], seed, torch.bfloat16):
-                with accum:
-                    accum.backward(loss_of(model, batch))
+            micro_steps(accum, model, batches([4, 4], seed, torch.bfloat16))
             sums.append([p.grad.clone() for p in model.parameters()])
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from compare import assert_same_tensors, outcome
 from faststep.amp import GradScaler
 from gradients import LAYOUTS, grads_of, params_with, twice
-from scalers import make_scaler
+from scalers import Doubtful, make_scaler
 
 INF, NAN = math.inf, math.nan
 TORCHS = torch.amp.GradScaler
@@ -176,13 +176,6 @@ def test_gradients_that_are_not_ours_take_torchs_way(kind: str) -> None:
         param.grad = grad
         results.append(outcome(partial(make_scaler(cls).unscale_, optimizer_over([param]))))
     assert results[0] == results[1]
-
-
-class Doubtful(GradScaler):
-    """A subclass that reduces the flags with others, as sharded scalers do."""
-
-    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
-        return {d: torch.ones_like(t) for d, t in super()._unscale_grads_(*args).items()}
 
 
 def test_a_check_of_a_subclass_is_asked() -> None:

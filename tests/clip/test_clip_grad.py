@@ -39,8 +39,7 @@ def test_clipped_gradients_are_torchs(layout: str, dtype: torch.dtype, max_norm:
         assert_same_tensors(grads_of(mine), before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gaps_between_elements_are_not_written(layout: str) -> None:
+def test_gaps_between_elements_are_not_written() -> None:
     whole = torch.ones(8, 8)
     (param,) = params_with([whole[1:5, ::3]])
     ours.clip_grad_norm_(param, 0.1)

@@ -1,8 +1,6 @@
-"""fp32 sums of low-precision gradients on a CUDA device: the bits of the CPU, in one launch."""
+"""fp32 sums of low-precision gradients on a CUDA device: odd layouts, errors, and a window."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -10,47 +8,13 @@ import torch
 import faststep
 from faststep import _C
 from faststep.grads.add import add_to
-from optim.common import DTYPES, dtype_name, same_bits
+from gpu.common import values
+from optim.common import same_bits
 from optim.layouts import negated
 
 from . import fake
-from .common import SPECIAL, values
 
 pytestmark = pytest.mark.usefixtures("machine")
-
-
-@pytest.mark.parametrize("start", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_bits(dtype: torch.dtype, factor: float, start: bool) -> None:
-    """All types into each type; chunks that end anywhere; special values."""
-    terms = [values((n,), n, d) for n in (20000, 3, 1) for d in DTYPES]
-    terms[0][: len(SPECIAL)] = torch.tensor(SPECIAL)
-    sums = [values(t.shape, 7, dtype) for t in terms]
-    claimed = [fake.claim(s.clone()) for s in sums]
-    launches = _C.device_counts()[0]
-    _C.device_accumulate(claimed, [fake.claim(t.clone()) for t in terms], factor, start)
-    assert _C.device_counts()[0] == launches + 1
-    _C.accumulate(sums, terms, factor, start)
-    for index, (ours, theirs) in enumerate(zip(claimed, sums, strict=True)):
-        assert same_bits(fake.plain(ours), theirs), index
-
-
-@pytest.mark.parametrize("start", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_bits_of_two_terms(dtype: torch.dtype, start: bool) -> None:
-    """Of every two types into each type, in one launch."""
-    kinds = [(n, *both) for n in (20000, 3) for both in itertools.product(DTYPES, DTYPES)]
-    terms = [values((n,), n, d) for n, d, _ in kinds]
-    more = [values((n,), n + 1, d) for n, _, d in kinds]
-    sums = [values(t.shape, 7, dtype) for t in terms]
-    claimed, *others = ([fake.claim(t.clone()) for t in some] for some in (sums, terms, more))
-    launches = _C.device_counts()[0]
-    _C.device_accumulate(claimed, others[0], 0.3, start, others[1])
-    assert _C.device_counts()[0] == launches + 1
-    _C.accumulate(sums, terms, 0.3, start, more)
-    for index, (ours, theirs) in enumerate(zip(claimed, sums, strict=True)):
-        assert same_bits(fake.plain(ours), theirs), index
 
 
 def test_layouts() -> None:

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import faststep
+from gpu.common import Twins, values
 from optim.common import DTYPES, dtype_name, same_bits
 from optim.declarations import ADAMW, ALL, ASGD, NADAM, OTHERS, Declaration
 
 from . import fake
-from .common import Pair, values
 
 pytestmark = pytest.mark.usefixtures("machine")
 SHAPES = ((257,), (3, 5), (40, 50))
 
 
-def step_both(pair: Pair, optimizers: tuple[torch.optim.Optimizer, ...], seed: int) -> None:
+def step_both(pair: Twins, optimizers: tuple[torch.optim.Optimizer, ...], seed: int) -> None:
     pair.set_grads(values(tuple(p.shape), seed + i, p.dtype) for i, p in enumerate(pair.cpu))
     for optimizer in optimizers:
         optimizer.step()
@@ -29,7 +29,7 @@ def step_both(pair: Pair, optimizers: tuple[torch.optim.Optimizer, ...], seed: i
 def test_states_of_other_types_than_their_parameters(
     declaration: Declaration, dtype: torch.dtype
 ) -> None:
-    pair = Pair([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
+    pair = Twins([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
     optimizers = pair.optimizers(declaration.ours, **declaration.kwargs, max_grad_norm=0.7)
     step_both(pair, optimizers, 0)
     for n, states in enumerate(zip(*(o.state.values() for o in optimizers), strict=True)):
@@ -47,7 +47,7 @@ def test_states_of_other_types_than_their_parameters(
 @pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
 def test_masters(declaration: Declaration, dtype: torch.dtype) -> None:
     """They begin with the step, and after states were loaded that have none."""
-    pair = Pair([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
+    pair = Twins([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
     options = {**declaration.kwargs, "max_grad_norm": 0.7, "master_weights": True}
     optimizers = pair.optimizers(declaration.ours, **options)
     for seed in (0, 10):
@@ -75,7 +75,7 @@ def test_a_counter_of_another_type(
     declaration: Declaration, dtype: torch.dtype, on_device: bool
 ) -> None:
     """Kernels count in fp32, with which the state goes on."""
-    pair = Pair([values(shape, i, torch.float32) for i, shape in enumerate(SHAPES)])
+    pair = Twins([values(shape, i, torch.float32) for i, shape in enumerate(SHAPES)])
     optimizers = pair.optimizers(declaration.ours, **declaration.kwargs)
     step_both(pair, optimizers, 0)
     for optimizer in optimizers:
@@ -96,7 +96,7 @@ def test_a_counter_of_another_type(
 
 def test_a_counter_of_another_device() -> None:
     """torch reads it, wherever it lies; the state goes on with one on the parameter's."""
-    pair = Pair([torch.ones(3), torch.ones(3)], [0, 1])
+    pair = Twins([torch.ones(3), torch.ones(3)], ["cuda:0", "cuda:1"])
     optimizers = pair.optimizers(faststep.optim.NAdam)
     step_both(pair, optimizers, 0)
     moved = [(optimizers[0].state[p], 0) for p in pair.cpu]
@@ -112,7 +112,7 @@ def test_a_counter_of_another_device() -> None:
 @pytest.mark.parametrize("bad", [torch.tensor(True), torch.ones(2, dtype=torch.int64), 3])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_counter_that_nobody_takes(bad: object, on_device: bool) -> None:
-    pair = Pair([torch.ones(3), torch.ones(3)])
+    pair = Twins([torch.ones(3), torch.ones(3)])
     _, optimizer = pair.optimizers(faststep.optim.AdamW)
     step_both(pair, (optimizer,), 0)
     before = [fake.plain(q).clone() for q in pair.cuda]

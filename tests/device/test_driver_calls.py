@@ -14,10 +14,10 @@ import torch
 
 import faststep
 from faststep import _C
+from gpu.common import Twins, same_bits, values
 from leaks.test_leaks import assert_no_growth
 
 from . import fake
-from .common import Pair, same_bits, values
 
 LARGE = 3 * 16384 + 5  # some chunks
 LAUNCH = {"cuCtxPushCurrent_v2": 1, "cuLaunchKernel": 1, "cuCtxPopCurrent_v2": 1}
@@ -66,7 +66,7 @@ def test_a_hook_that_accumulates(machine: fake.Machine) -> None:
 
 
 def test_a_released_update(machine: fake.Machine, as_well: dict[str, int]) -> None:
-    pair = Pair([values((LARGE,), 0, torch.float32)])
+    pair = Twins([values((LARGE,), 0, torch.float32)])
     a, b = pair.optimizers(faststep.optim.AdamW, lr=1e-2)
     number = 0
 
@@ -85,7 +85,7 @@ def test_a_released_update(machine: fake.Machine, as_well: dict[str, int]) -> No
 
 
 def test_lists(machine: fake.Machine, as_well: dict[str, int]) -> None:
-    pair = Pair([values((n,), n, torch.float32) for n in (7, LARGE, 300)])
+    pair = Twins([values((n,), n, torch.float32) for n in (7, LARGE, 300)])
     pair.set_grads([values((n,), n, torch.float32) for n in (7, LARGE, 300)])
     out = fake.claim(torch.zeros((), dtype=torch.float64))
     grads = [p.grad for p in pair.cuda]
@@ -150,7 +150,7 @@ def test_sums_in_a_graph_need_nothing_but_the_graph(machine: fake.Machine) -> No
 def test_updates_on_changing_streams_keep_their_order(machine: fake.Machine) -> None:
     """From streams whose end is marked only now to others, and back."""
     machine.lag(20)
-    pair = Pair([values((100,), 0, torch.float32)])
+    pair = Twins([values((100,), 0, torch.float32)])
     a, b = pair.optimizers(faststep.optim.AdamW, lr=1e-2, max_grad_norm=0.5)
     own, external = machine.stream(), machine.stream(lasts=False)
     streams = [None, own, None, external, own]
@@ -170,7 +170,7 @@ def test_python_is_asked_about_a_stream_once(
     machine: fake.Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it says may come with another gradient, which the step then takes."""
-    pair = Pair([values((100,), 0, torch.float32)])
+    pair = Twins([values((100,), 0, torch.float32)])
     a, b = pair.optimizers(faststep.optim.AdamW, lr=1e-2)
     asked = []
 
@@ -197,7 +197,7 @@ def test_an_answer_that_fails_names_the_parameter(machine: fake.Machine) -> None
     def lasts(device: int, handle: int) -> bool:
         raise ValueError("no idea")
 
-    pair = Pair([torch.ones(3)])
+    pair = Twins([torch.ones(3)])
     _, optimizer = pair.optimizers(faststep.optim.SGD)
     pair.set_grads([torch.ones(3)])
     machine.use(machine.stream())
@@ -213,7 +213,7 @@ def test_an_answer_that_fails_names_the_parameter(machine: fake.Machine) -> None
 def test_nothing_grows(machine: fake.Machine) -> None:
     sums = [fake.claim(torch.zeros(300))]
     grads = [fake.claim(torch.ones(300))]
-    pair = Pair([torch.ones(300)])
+    pair = Twins([torch.ones(300)])
     pair.set_grads([torch.ones(300)])
     _, optimizer = pair.optimizers(faststep.optim.AdamW)
 

@@ -7,14 +7,15 @@ import torch
 import faststep
 from faststep import _C
 from faststep.optim.request import ScalerRequest
+from gpu.common import Twins, values
 
 from . import fake
-from .common import Pair, scaler_on, values
+from .common import scaler_on
 
 SHAPES = (3, 20000)
 
 
-def refill(pair: Pair, step: int, scale: float = 1.0) -> None:
+def refill(pair: Twins, step: int, scale: float = 1.0) -> None:
     """New values in the gradients' own memory: a graph knows the addresses only."""
     for i, (p, q) in enumerate(zip(pair.cpu, pair.cuda, strict=True)):
         grad = values(tuple(p.shape), 10 * step + i, torch.float32, scale)
@@ -23,7 +24,7 @@ def refill(pair: Pair, step: int, scale: float = 1.0) -> None:
 
 
 def test_chain_with_overflow(machine: fake.Machine) -> None:
-    pair = Pair([values((n,), n, torch.float32) for n in SHAPES])
+    pair = Twins([values((n,), n, torch.float32) for n in SHAPES])
     a, b = pair.optimizers(faststep.optim.AdamW, max_grad_norm=0.5)
     b.param_groups[0]["capturable"] = True
     options = {"init_scale": 1024.0, "growth_interval": 2, "max_scale": 4096.0}
@@ -59,7 +60,7 @@ def test_chain_with_overflow(machine: fake.Machine) -> None:
 
 
 def test_replays_tell_whether_they_were_skipped(machine: fake.Machine) -> None:
-    pair = Pair([torch.ones(3)])
+    pair = Twins([torch.ones(3)])
     optimizer = faststep.optim.SGD(pair.cuda, lr=0.1)
     optimizer.found_inf = flag = fake.claim(torch.tensor(1.0))
     pair.set_grads([torch.ones(3)])
@@ -76,7 +77,7 @@ def test_replays_tell_whether_they_were_skipped(machine: fake.Machine) -> None:
 
 
 def test_replays_after_a_state_dict_was_loaded(machine: fake.Machine) -> None:
-    pair = Pair([torch.ones(3)])
+    pair = Twins([torch.ones(3)])
     a, b = pair.optimizers(faststep.optim.SGD, lr=0.1)
     pair.set_grads([torch.ones(3)])
     stream = machine.stream()
@@ -93,7 +94,7 @@ def test_replays_after_a_state_dict_was_loaded(machine: fake.Machine) -> None:
 
 def test_steps_of_one_graph_share_their_upload(machine: fake.Machine) -> None:
     """Another learning rate goes with the launches."""
-    pair = Pair([torch.ones(3)])
+    pair = Twins([torch.ones(3)])
     a, b = pair.optimizers(faststep.optim.SGD)
     pair.set_grads([torch.ones(3)])
     stream = machine.stream()
@@ -119,7 +120,7 @@ def test_graph_and_optimizer_leave_no_memory(machine: fake.Machine) -> None:
     machine.use(stream)
     before = machine.living()
     for graph_first in (True, False):
-        pair = Pair([torch.ones(3)])
+        pair = Twins([torch.ones(3)])
         optimizer = faststep.optim.SGD(pair.cuda, lr=0.1)
         pair.set_grads([torch.ones(3)])
         machine.capture(stream)

@@ -11,10 +11,10 @@ import torch
 
 import faststep
 from faststep import _C
+from gpu.common import Twins
 from leaks.test_leaks import ON_DEVICE, assert_no_growth, assert_references_stay, failing
 
 from . import fake
-from .common import Pair
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -82,7 +82,7 @@ def test_arenas_that_are_locked() -> None:
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_steps(max_grad_norm: float | None) -> None:
-    pair = Pair([torch.ones(3)] * 4, [0, 1, None, 0])
+    pair = Twins([torch.ones(3)] * 4, ["cuda:0", "cuda:1", "cpu", "cuda:0"])
     optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=max_grad_norm)
     pair.set_grads([torch.ones(3)] * 4)
     optimizer.step()
@@ -97,7 +97,7 @@ def test_plans_give_their_tables_back() -> None:
     alive.restype = fake.Living
 
     def once() -> None:
-        pair = Pair([torch.ones(3)])
+        pair = Twins([torch.ones(3)])
         pair.set_grads([torch.ones(3)])
         faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0).step()
 

@@ -11,29 +11,29 @@ from torch import Tensor
 
 import faststep
 from faststep import _C
+from gpu.common import Twins, values
 from optim.common import DTYPES, dtype_name, same_bits
 from optim.layouts import negated
 
 from . import fake
-from .common import Pair, values
 
 pytestmark = pytest.mark.usefixtures("machine")
 
 
-def pair_of(*grads: Tensor) -> Pair:
-    pair = Pair([torch.zeros_like(g) for g in grads])
+def pair_of(*grads: Tensor) -> Twins:
+    pair = Twins([torch.zeros_like(g) for g in grads])
     pair.set_grads(grads)
     return pair
 
 
-def assert_same_grads(pair: Pair) -> None:
+def assert_same_grads(pair: Twins) -> None:
     for p, q in zip(pair.cpu, pair.cuda, strict=True):
         assert same_bits(p.grad, fake.plain(q.grad))
 
 
 def test_negated_views() -> None:
     shapes = ((7, 5), (), (20_000,))
-    pair = Pair([torch.zeros(shape) for shape in shapes])
+    pair = Twins([torch.zeros(shape) for shape in shapes])
     for i, (p, q) in enumerate(zip(pair.cpu, pair.cuda, strict=True)):
         grad = values(shapes[i], i, torch.float32)
         p.grad, q.grad = grad.clone(), fake.claim(negated(grad))

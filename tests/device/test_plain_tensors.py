@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from optim.declarations import ALL
 from optim.test_mutation import CHANGES as CHANGES_OF_SCRIPTS
+from programs import Programs
 
-from .test_errors import run_python
+from .test_errors import forked
 
 TRAIN = """
 import ctypes, gc, weakref
@@ -40,9 +41,10 @@ print([bytes(p.detach().numpy()).hex()[-64:] for p in params])
 """
 
 
-def test_the_same_bits() -> None:
-    on_host = run_python(TRAIN + "optimizer, params = train()" + DIGEST)
-    on_device = run_python(
+def test_the_same_bits(programs: Programs) -> None:
+    on_host = forked(programs, TRAIN + "optimizer, params = train()" + DIGEST)
+    on_device = forked(
+        programs,
         TRAIN
         + CLAIM
         + """
@@ -51,14 +53,15 @@ lib.fake_cuda_synchronize()
 assert lib.fake_cuda_calls(b"cuLaunchKernel") == 8
 assert lib.fake_cuda_complaint() is None
 """
-        + DIGEST
+        + DIGEST,
     )
     assert on_device == on_host
 
 
-def test_a_new_stream_between_steps_that_are_alike() -> None:
+def test_a_new_stream_between_steps_that_are_alike(programs: Programs) -> None:
     """It is asked about before the step, which is then the short one again."""
-    out = run_python(
+    out = forked(
+        programs,
         TRAIN
         + CLAIM
         + """
@@ -72,7 +75,7 @@ for step in range(6):
     optimizer.step()
 lib.fake_cuda_synchronize()
 print(asked[1:] == streams, lib.fake_cuda_calls(b"cuStreamGetId") - ids, lib.fake_cuda_complaint())
-"""
+""",
     )
     assert out == "True 0 None\n"
 
@@ -127,12 +130,12 @@ print("launches", lib.fake_cuda_calls(b"cuLaunchKernel") > 0)
 """
 
 
-def test_changes_between_steps_that_are_alike() -> None:
+def test_changes_between_steps_that_are_alike(programs: Programs) -> None:
     """What scripts do to tensors, among steps of which nothing but the gradients' memory differs:
     the same bits as on the host.
     """
-    on_host = run_python(CHANGES + "lib = fake.library()" + TABLE).splitlines()
-    on_device = run_python(CHANGES + CLAIM + TABLE).splitlines()
+    on_host = forked(programs, CHANGES + "lib = fake.library()" + TABLE).splitlines()
+    on_device = forked(programs, CHANGES + CLAIM + TABLE).splitlines()
     assert on_host.pop() == "launches False"
     assert on_device.pop() == "launches True"
     assert on_device == on_host
@@ -140,8 +143,9 @@ def test_changes_between_steps_that_are_alike() -> None:
     assert len(set(on_host)) == len(on_host)
 
 
-def test_steps_that_are_alike_upload_only_addresses() -> None:
-    out = run_python(
+def test_steps_that_are_alike_upload_only_addresses(programs: Programs) -> None:
+    out = forked(
+        programs,
         TRAIN.replace("SIZES = (", "SIZES = (5,) * 40 + (")  # too many to go with the launches
         + CLAIM
         + """
@@ -156,13 +160,14 @@ params[1].grad = torch.ones_like(params[1])
 optimizer.step()
 counts.append(_C.device_counts())
 print([tuple(b - a for a, b in zip(*pair)) for pair in zip(counts, counts[1:])])
-"""
+""",
     )
     assert out.strip() == "[(2, 0, 0), (2, 1, 8)]"
 
 
-def test_large_states_that_are_replaced_are_free() -> None:
-    out = run_python(
+def test_large_states_that_are_replaced_are_free(programs: Programs) -> None:
+    out = forked(
+        programs,
         TRAIN
         + CLAIM
         + """
@@ -172,6 +177,6 @@ old = weakref.ref(state["exp_avg"])
 state["exp_avg"] = torch.zeros_like(params[1])
 gc.collect()
 print("freed", old() is None)
-"""
+""",
     )
     assert "freed True" in out

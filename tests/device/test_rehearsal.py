@@ -7,43 +7,87 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpu import common, test_race
+from gpu import test_race
 
 from . import fake
 
-
-@pytest.mark.skipif(os.environ.get("FASTSTEP_FAKE_GPU") == "0", reason="it leaves them out")
-def test_gpu_tests_run_here() -> None:
-    """Without a GPU, too: a suite that skips all of them would pass."""
-    assert common.why_not() is None
+EACH_FILE = fake.ROOT / "tests/gpu/each_file"
 
 
-def test_parts_run_on_the_fake_machine(tmp_path: Path) -> None:
-    """What `make gpu` runs, of each kind of part; the benchmarks on tiny tensors."""
-    fake.library()
-    names = ["info", "race", "bench-small", "bench-images"]
-    command = [sys.executable, "-m", "gpu.run_parts", "--folder", str(tmp_path / "parts")]
-    done = subprocess.run(
-        [*command, "--results", str(tmp_path / "kept"), *names],
-        cwd=fake.ROOT / "tests",
-        env={**os.environ, "FASTSTEP_FAKE_GPU": "1"},
+def each_file(
+    results: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What `make gpu` calls."""
+    given = {"PYTHON": sys.executable, "PACKAGE": "python", "RESULTS": str(results), "LIMIT": "180"}
+    return subprocess.run(
+        [str(EACH_FILE), *arguments],
+        env={**os.environ, **given, "FASTSTEP_FAKE_GPU": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_files_on_the_fake_machine(tmp_path: Path) -> None:
+    """Tests, and benchmarks on tiny tensors, which write their figures beside the logs."""
+    fake.library()
+    files = ["tests/gpu/test_race.py", "benchmarks/gpu/test_cuda_images.py"]
+    done = each_file(tmp_path, *files)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    said = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("passed")]
-    assert said == [["passed", name] for name in names]
-    report = (tmp_path / "kept/report.md").read_text()
-    assert "## bench-small: what it wrote" in report
-    assert "## bench-images: what it wrote" in report
-    assert "torch, image by image" in report
-    assert "300 x 1024, fp32" in report
+    assert re.search(r"^race +\d+ s  status 0  .* passed", done.stdout, re.MULTILINE)
+    assert (tmp_path / "report.txt").read_text() == done.stdout
+    assert "torch, image by image" in (tmp_path / "cuda_images.md").read_text()
+
+
+def test_a_file_that_hangs_or_crashes_costs_the_others_nothing(tmp_path: Path) -> None:
+    bodies = {"hangs": "time.sleep(600)", "crashes": "os.kill(os.getpid(), 11)", "passes": "pass"}
+    for name, body in bodies.items():
+        text = f"import os, time\n\ndef test_it():\n    {body}\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+    start = time.monotonic()
+    files = [str(tmp_path / f"test_{name}.py") for name in bodies]
+    done = each_file(tmp_path / "results", *files, "--", "-p", "no:randomly", LIMIT="20")
+    assert time.monotonic() - start < 300
+    assert done.returncode == 1
+    found = re.findall(r"^(\w+) +\d+ s  status (\d+)", done.stdout, re.MULTILINE)
+    assert found == [("hangs", "124"), ("crashes", "139"), ("passes", "0")]
+    assert done.stdout.count("line 4 in test_it") == 2
+    for name in ("hangs", "crashes"):
+        log = (tmp_path / f"results/{name}.log").read_text()
+        assert re.search(rf"test_{name}.py.* line 4 in test_it", log.replace('", ', " ")), log
+
+
+def test_make_gpu_names_every_file() -> None:
+    done = subprocess.run(
+        ["make", "-s", "-n", "-o", "build-gpu", "gpu", "PARTS="],
+        cwd=fake.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for folder in ("tests/gpu", "benchmarks/gpu"):
+        for path in (fake.ROOT / folder).glob("test_*.py"):
+            assert done.stdout.split().count(f"{folder}/{path.name}") == 1
+
+
+def test_a_real_device_that_is_asked_for_must_be_there() -> None:
+    """A suite that skips all of them would pass."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--co", "tests/gpu"],
+        cwd=fake.ROOT,
+        env={**os.environ, "FASTSTEP_FAKE_GPU": "0", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert re.search("asks for a real device: (torch finds no CUDA|this build)", done.stderr)
 
 
 class Stub:
@@ -74,18 +118,3 @@ def test_one_wrong_launch_of_many_is_found(
     else:
         with pytest.raises(AssertionError, match="1 of 1000 norms differ"):
             test_race.repeat(stub, 2 * test_race.WATCHED, copies)
-
-
-def test_gpu_tests_are_skipped_with_a_reason_without_a_gpu() -> None:
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_bits.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=fake.ROOT,
-        env={**os.environ, "FASTSTEP_FAKE_GPU": "0", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert re.search(r"SKIPPED .*: (torch finds no CUDA device|this build .*)", done.stdout)
-    assert "passed" not in done.stdout

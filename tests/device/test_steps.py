@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import faststep
 from faststep import _C
+from gpu.common import Twins, values
 from nvcc import KERNELS
-from optim.declarations import ADAMW, ALL, LION, SGD, Declaration
+from optim.declarations import ALL, Declaration
 from optim.layouts import negated
 
 from . import fake
-from .common import Pair, values
 
 pytestmark = pytest.mark.usefixtures("machine")
-SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
-
-
-def run(pair: Pair, make: Any, kwargs: dict[str, Any], steps: int = 3, **options: Any) -> None:
-    dtypes = [p.dtype for p in pair.cpu]
-    a, b = pair.optimizers(make, **kwargs, **options)
-    for step in range(steps):
-        pair.set_grads(
-            values(tuple(p.shape), 100 * step + i, d)
-            for i, (p, d) in enumerate(zip(pair.cpu, dtypes, strict=True))
-        )
-        a.step()
-        b.step()
-        pair.assert_same(a, b, grads=True)
 
 
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
 def test_negated_views(declaration: Declaration) -> None:
     """Gradients, parameters, states and step counters, of which the memory has other signs."""
     shapes = ((4, 6), (), (257,), (40, 50))
-    pair = Pair([values(shape, i, torch.float32) for i, shape in enumerate(shapes)])
+    pair = Twins([values(shape, i, torch.float32) for i, shape in enumerate(shapes)])
     for p in pair.cuda[:2]:
         p.data = negated(p.data)
     a, b = pair.optimizers(
@@ -58,28 +42,8 @@ def test_negated_views(declaration: Declaration) -> None:
     assert all(value.is_neg() for state in b.state.values() for value in state.values())
 
 
-def test_several_devices_and_the_host_in_one_optimizer() -> None:
-    tensors = [values((50,), i, torch.float32) for i in range(4)]
-    pair = Pair(tensors, [0, 1, None, 0])
-    run(pair, faststep.optim.AdamW, {}, max_grad_norm=None)
-    run(Pair(tensors, [1, 1, 1, 1]), faststep.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-
-
-def test_several_devices_agree_on_the_norm() -> None:
-    tensors = [values((50,), i, torch.float32) for i in range(3)]
-    pair = Pair(tensors, [0, 1, None])
-    a, b = pair.optimizers(faststep.optim.AdamW, max_grad_norm=0.1)
-    for step in range(2):
-        pair.set_grads(values((50,), 10 * step + i, torch.float32) for i in range(3))
-        a.step()
-        b.step()
-        for p, q in zip(pair.cpu, pair.cuda, strict=True):
-            torch.testing.assert_close(fake.plain(q), p.detach(), rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(b.last_grad_norm.cpu(), a.last_grad_norm, rtol=1e-6, atol=0.0)
-
-
 def test_parameters_that_move() -> None:
-    pair = Pair([values((50,), 0, torch.float32)])
+    pair = Twins([values((50,), 0, torch.float32)])
     a, b = pair.optimizers(faststep.optim.SGD, lr=0.1)
     for ordinal in (0, 1):
         pair.cuda[0].data = fake.claim(fake.plain(pair.cuda[0]), ordinal)
@@ -91,7 +55,7 @@ def test_parameters_that_move() -> None:
 
 def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) -> None:
     for count in (1, 5000):
-        pair = Pair([torch.ones(2)] * count)
+        pair = Twins([torch.ones(2)] * count)
         optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0)
         pair.set_grads([torch.ones(2)] * count)
         optimizer.step()
@@ -108,7 +72,7 @@ def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) 
 
 def test_kernels_are_found_once_per_device(machine: fake.Machine) -> None:
     def use_all() -> None:
-        pair = Pair([torch.ones(3)] * 2, [0, 1])
+        pair = Twins([torch.ones(3)] * 2, ["cuda:0", "cuda:1"])
         pair.set_grads([torch.ones(3)] * 2)
         faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0).step()
         for p in pair.cuda:
@@ -126,7 +90,7 @@ def test_kernels_are_found_once_per_device(machine: fake.Machine) -> None:
 
 
 def test_no_gradients_no_launches(machine: fake.Machine) -> None:
-    pair = Pair([torch.ones(2)])
+    pair = Twins([torch.ones(2)])
     optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0)
     before = machine.calls(None)
     optimizer.step()
@@ -134,54 +98,8 @@ def test_no_gradients_no_launches(machine: fake.Machine) -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("declaration", [ADAMW, SGD, LION], ids=lambda d: d.name)
-def test_learning_rate_on_the_device(declaration: Declaration) -> None:
-    pair = Pair([values((50,), 0, torch.float32)])
-    kwargs = {**declaration.kwargs, "lr": torch.tensor(0.25)}
-    a = declaration.ours(pair.cpu, **kwargs)
-    b = declaration.ours(pair.cuda, **{**kwargs, "lr": fake.claim(torch.tensor(0.25))})
-    for step in range(3):
-        for optimizer in (a, b):
-            fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.25 / (step + 1))
-        pair.set_grads([values((50,), step, torch.float32)])
-        a.step()
-        b.step()
-        pair.assert_same(a, b)
-
-
-def test_learning_rate_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device reads a copy of its own: nothing waits to read it on the host."""
-
-    def item(tensor: torch.Tensor) -> float:
-        raise AssertionError("waits for the device")
-
-    pair = Pair([values((50,), i, torch.float32) for i in range(3)], [0, 1, 0])
-    a = faststep.optim.AdamW(pair.cpu, lr=torch.tensor(0.25))
-    b = faststep.optim.AdamW(pair.cuda, lr=fake.claim(torch.tensor(0.25), 1))
-    monkeypatch.setattr(fake.OnCuda, "item", item, raising=False)
-    for step in range(3):
-        for optimizer in (a, b):
-            fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.25 / (step + 1))
-        pair.set_grads(values((50,), 10 * step + i, torch.float32) for i in range(3))
-        a.step()
-        b.step()
-        pair.assert_same(a, b)
-
-
-def test_scheduler() -> None:
-    pair = Pair([values((50,), 0, torch.float32)])
-    optimizers = pair.optimizers(faststep.optim.AdamW, lr=0.1)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
-    for step in range(3):
-        pair.set_grads([values((50,), step, torch.float32)])
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-        pair.assert_same(*optimizers)
-
-
 def test_version_counters_move() -> None:
-    pair = Pair([torch.ones(3)])
+    pair = Twins([torch.ones(3)])
     optimizer = faststep.optim.AdamW(pair.cuda)
     pair.set_grads([torch.ones(3)])
     optimizer.step()
@@ -193,7 +111,7 @@ def test_version_counters_move() -> None:
 
 def test_devices_without_gradients_have_no_norm() -> None:
     """What a device measured in an earlier step does not count."""
-    pair = Pair([values((50,), i, torch.float32) for i in range(3)], [0, 1, None])
+    pair = Twins([values((50,), i, torch.float32) for i in range(3)], ["cuda:0", "cuda:1", "cpu"])
     a, b = pair.optimizers(faststep.optim.SGD, lr=0.1, max_grad_norm=0.1)
     for present in ((0, 1, 2), (0,), (2,), (1,)):
         pair.set_grads(torch.full((50,), 10.0**i) if i in present else None for i in range(3))

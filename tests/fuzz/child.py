@@ -24,7 +24,6 @@ from .backward import BACKWARD
 from .batches import BATCHES
 from .data_functions import DATA_FUNCTIONS
 from .functions import FUNCTIONS, gradients_of
-from .odd_tensors import leave_out
 from .steps import STEPS
 from .world import FaultError, World
 
@@ -87,7 +86,7 @@ def _beside(world: World, story: tuple[str, ...], calls: int) -> None:
     faults: list[Any] = []
     for each in range(2):
         _tell(world, story, 1 + each)  # there are objects then
-    twin = World(Random(world.rng.random()), world.log, world.known)
+    twin = World(Random(world.rng.random()), world.log)
     for name in ("containers", "objects", "params", "tracked", "again", "counts"):
         setattr(twin, name, getattr(world, name))
     alive = [param for ref in world.params if (param := ref()) is not None]
@@ -108,12 +107,10 @@ def _beside(world: World, story: tuple[str, ...], calls: int) -> None:
         raise faults[0]
 
 
-def run_case(
-    seed: int, case: int, log: Callable[[str], None], known: frozenset[str]
-) -> Counter[tuple[str, bool]]:
+def run_case(seed: int, case: int, log: Callable[[str], None]) -> Counter[tuple[str, bool]]:
     rng = Random(f"{seed}/{case}")
     torch.manual_seed(case)
-    world = World(rng, log, known)
+    world = World(rng, log)
     world.again = any_call
     story = rng.choice(STORIES)
     try:
@@ -163,7 +160,6 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1 << 60, help="at most so many")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after these")
     parser.add_argument("--log", default=os.path.join(tempfile.gettempdir(), "faststep-fuzz.log"))
-    parser.add_argument("--known", default="")
     parser.add_argument("--strict", action="store_true", help="also faults of the fuzzer itself")
     parser.add_argument("--plant", default="")
     parser.add_argument("--hang", type=float, default=MOST_SECONDS)
@@ -178,16 +174,13 @@ def main() -> int:
     gc.freeze()
     counts: Counter[tuple[str, bool]] = Counter()
     end, case = time.monotonic() + options.seconds, options.first
-    known = frozenset(filter(None, options.known.split(",")))
-    for kind in known:
-        leave_out(kind)
     while time.monotonic() < end and case < options.first + options.cases:
         faulthandler.dump_traceback_later(options.hang, exit=True)
         log.begin(case)
         try:
             if options.plant and case == options.first + 3:
                 plant(options.plant)
-            counts += run_case(options.seed, case, log, known)
+            counts += run_case(options.seed, case, log)
         except FaultError:
             log(f"FAULT\n{traceback.format_exc()}")
             return FAULT

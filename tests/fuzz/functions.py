@@ -42,7 +42,7 @@ def sequence(world: World, items: list[Any]) -> Any:
         return items
     if kind < 0.8:
         return tuple(items)
-    if kind < 0.95 or "hostile steps" in world.known:
+    if kind < 0.95:
         return world.contain(HostileList(items))
     return iter(items)
 

@@ -197,13 +197,6 @@ UNUSABLE: dict[str, Maker] = {
 warnings.filterwarnings("ignore", category=UserWarning)  # about prototypes
 
 
-def leave_out(kind: str) -> None:
-    """No tensors of this kind, or of one named after it, are made from now on."""
-    for kinds in (USABLE, UNUSABLE):
-        for name in [name for name in kinds if kind in name]:
-            del kinds[name]
-
-
 def usable(rng: Random, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """Mostly ordinary."""
     kind = "packed" if rng.random() < 0.5 else rng.choice(list(USABLE))

@@ -86,10 +86,10 @@ class Stepping:
             else:
                 value = any_tensor(world.rng, tuple(param.shape))
             row[key] = world.track(value)
-        if world.chance(0.1) and "hostile steps" not in world.known:
+        if world.chance(0.1):
             row = _with_hostile_keys(world, row)
         self.state[param] = row
-        if world.chance(0.05) and "hostile steps" not in world.known:
+        if world.chance(0.05):
             self.state[Key(param, world.chance(0.3))] = row
 
 
@@ -131,7 +131,7 @@ def _scalars(world: World) -> Any:
         if tensor is not None:
             world.track(tensor)
     scalars: dict[Any, Any] = {-1: tuple(row)}
-    if world.chance(0.05) and "hostile steps" not in world.known:
+    if world.chance(0.05):
         scalars = {Key(-1, world.chance(0.5)): tuple(row), **scalars}
     return world.contain(scalars)
 
@@ -143,7 +143,7 @@ def _fresh(world: World, lists: list[Any]) -> Any:
         (g, i) for g, some in enumerate(lists) if isinstance(some, list) for i in range(len(some))
     ]
     pairs = [pair for pair in pairs if world.chance(0.7)]
-    if pairs and world.chance(0.2) and "hostile steps" not in world.known:
+    if pairs and world.chance(0.2):
         pairs[world.rng.randrange(len(pairs))] = junk(world)
     return world.contain(pairs)
 
@@ -172,8 +172,6 @@ def _rewrite(world: World, own: Stepping) -> None:
 def plan_step(world: World) -> None:
     rng = world.rng
     own = stepping(world)
-    if "hostile steps" in world.known and not all(type(some) is list for some in own.lists):
-        return
     if world.chance(0.5):
         _rewrite(world, own)
     found = world.chance(0.2)
@@ -182,7 +180,7 @@ def plan_step(world: World) -> None:
     scalars = _scalars(world)
     right = (own.lists, own.specs, own.state, _fresh(world, own.lists), scalars)
     right = (*right, found, clip, world.chance(0.2), phase)
-    args, good = maybe_bad(world, right, good=1.0 if "hostile steps" in world.known else 0.55)
+    args, good = maybe_bad(world, right, good=0.55)
     kept = [t for t in own.params() if isinstance(t, torch.Tensor)]
     if world.chance(0.3):
         kept += gradients_of(kept)

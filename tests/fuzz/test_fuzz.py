@@ -12,10 +12,7 @@ from faststep import _C
 
 from . import child, steps
 from .__main__ import fuzz
-from .effects import EFFECTS
 from .functions import SETTINGS
-from .known import KNOWN
-from .odd_tensors import UNUSABLE, USABLE
 from .world import FaultError, World
 
 SEED = 20261122
@@ -56,12 +53,6 @@ def test_everything_of_the_extension_is_fuzzed() -> None:
     assert set(SETTINGS) <= public()
 
 
-def test_what_is_known_to_fail_is_something_that_can_be_left_out() -> None:
-    kinds = {word for kind in (*USABLE, *UNUSABLE) for word in (kind, *kind.split())}
-    assert set(KNOWN) <= {"hostile steps", *kinds}
-    assert EFFECTS
-
-
 def test_some_seconds_of_it(tmp_path: Path) -> None:
     report = fuzz(SEED, SECONDS, tmp_path)
     assert not report.failures, "\n\n".join(path.read_text()[:20000] for path in report.failures)
@@ -79,7 +70,7 @@ def test_plans_take_the_states_that_the_fuzzer_gives_a_rule(
     """Else no step of that rule would go further than its arguments."""
     monkeypatch.setattr(steps, "RULES", {rule: _C.rules()[rule]})
     for seed in range(10):
-        world = World(child.Random(seed), lambda line: None, frozenset())
+        world = World(child.Random(seed), lambda line: None)
         own = steps.Stepping(world)
         _C.Plan().step([[]], [own.spec], {}, None, {}, False, float("nan"), False, 0)
 
@@ -102,7 +93,7 @@ def test_it_finds_errors_that_are_not_set_and_steps_that_are_half_applied() -> N
         tensor[0] = 5.0
         raise ValueError("no")
 
-    world = World(child.Random(1), lambda line: None, frozenset())
+    world = World(child.Random(1), lambda line: None)
     with pytest.raises(FaultError, match="SystemError"):
         world.call("broken", broken, ())
     tensor = torch.zeros(3)

@@ -42,13 +42,11 @@ class World:
     Args:
         rng: draws everything.
         log: is told each call before it is made.
-        known: kinds of faults that are not provoked.
     """
 
-    def __init__(self, rng: Random, log: Callable[[str], None], known: frozenset[str]) -> None:
+    def __init__(self, rng: Random, log: Callable[[str], None]) -> None:
         self.rng = rng
         self.log = log
-        self.known = known
         self.containers: list[Any] = []  # lists and dictionaries that are being passed
         self.objects: dict[str, list[Any]] = {}  # plans, gatherers and so on by type
         self.params: list[weakref.ref[torch.Tensor]] = []
@@ -91,8 +89,6 @@ class World:
         self.finalizing |= finalizer
         try:
             effect = self.rng.choice(EFFECTS)
-            if "hostile steps" in self.known and set(self.names) & set(READS_RECORDS):
-                return
             if not (self.finalizing and self._is_fault_of_others(effect)):
                 self.changed |= effect in ON_LISTS
                 self.log(f"  {effect.__name__}")

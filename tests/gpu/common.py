@@ -20,8 +20,8 @@ CUDA = torch.device("cuda", 0)
 SPECIAL = (0.0, -0.0, 1e-42, -1e-42, 3.0e38, float("inf"), float("-inf"), float("nan"))
 
 
-def _lacks() -> str | None:
-    """What a test of a real device lacks here."""
+def what_is_missing() -> str | None:
+    """What tests of a real device lack here; None where they can run."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if not _C.has_kernels():
@@ -30,14 +30,9 @@ def _lacks() -> str | None:
 
 
 # On a real device where there is one, else on the fake machine of tests/device. FASTSTEP_FAKE_GPU
-# decides it: 1 takes the fake machine, and 0 skips the tests without a device.
-_FAKE = os.environ.get("FASTSTEP_FAKE_GPU")
-REHEARSAL = _FAKE == "1" or (_FAKE is None and _lacks() is not None)
-
-
-def why_not() -> str | None:
-    """The reason why nothing can be tested here; None where it can."""
-    return None if REHEARSAL else _lacks()
+# decides it: 1 takes the fake machine, and 0 refuses it.
+FAKE = os.environ.get("FASTSTEP_FAKE_GPU")
+REHEARSAL = FAKE == "1" or (FAKE is None and what_is_missing() is not None)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -100,6 +95,14 @@ class Twins:
 
     def optimizers(self, make: Callable[..., Any], **kwargs: Any) -> tuple[Any, Any]:
         return make(self.cpu, **kwargs), make(self.cuda, **kwargs)
+
+    def train(self, both: tuple[Any, Any], steps: int, grads: bool = False) -> None:
+        """Steps with other gradients each, after each of which the two sides are the same."""
+        for step in range(steps):
+            self.draw_grads(step)
+            for optimizer in both:
+                optimizer.step()
+            self.assert_same(*both, grads=grads)
 
     def assert_same(self, a: Any, b: Any, grads: bool = False) -> None:
         """Parameters, states and, if asked, gradients have the same bits."""

@@ -1,20 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from .common import REHEARSAL, why_not
+from faststep.cli.info import collect
+
+from .common import FAKE, REHEARSAL, what_is_missing
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = why_not()
-    if reason is None:
-        return
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_report_header() -> list[str]:
+    return [f"{title}: {text}" for title, text in collect().items()]
+
+
+def pytest_collection_modifyitems() -> None:
+    if FAKE == "0" and (missing := what_is_missing()) is not None:
+        raise pytest.UsageError(f"FASTSTEP_FAKE_GPU=0 asks for a real device: {missing}")
 
 
 @pytest.fixture(autouse=True)

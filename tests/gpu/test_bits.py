@@ -81,22 +81,13 @@ def test_every_dtype_layout_and_chain(
 def test_every_dtype_of_the_others(declaration: Declaration, dtype: torch.dtype) -> None:
     twins = Twins([values(s, i, dtype) for i, s in enumerate(SHAPES)])
     both = twins.optimizers(declaration.ours, **declaration.kwargs, max_grad_norm=0.7)
-    for step in range(2):
-        twins.draw_grads(step)
-        for optimizer in both:
-            optimizer.step()
-        twins.assert_same(*both)
+    twins.train(both, 2)
 
 
 @pytest.mark.parametrize(("declaration", "kwargs"), SETTINGS)
 def test_every_setting(declaration: Declaration, kwargs: dict[str, Any]) -> None:
     twins = Twins([values(s, i) for i, s in enumerate(SHAPES)])
-    both = twins.optimizers(declaration.ours, **kwargs)
-    for step in range(4):
-        twins.draw_grads(step)
-        for optimizer in both:
-            optimizer.step()
-        twins.assert_same(*both)
+    twins.train(twins.optimizers(declaration.ours, **kwargs), 4)
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])
@@ -133,12 +124,7 @@ def test_large_and_many_tensors(dtype: torch.dtype) -> None:
     many = 40 if REHEARSAL else 5000
     shapes = [(LARGE,), *[(1024,)] * many, (LARGE // 3,)]
     twins = Twins([values(s, i, dtype, 0.1) for i, s in enumerate(shapes)])
-    both = twins.optimizers(faststep.optim.AdamW, max_grad_norm=1.0)
-    for step in range(2):
-        twins.draw_grads(step)
-        for optimizer in both:
-            optimizer.step()
-        twins.assert_same(*both)
+    twins.train(twins.optimizers(faststep.optim.AdamW, max_grad_norm=1.0), 2)
 
 
 def test_every_run_gives_the_same_bits() -> None:
@@ -164,11 +150,7 @@ def test_unaligned_and_odd_sizes() -> None:
         ]
         twins = Twins(tensors)
         both = twins.optimizers(faststep.optim.AdamW, max_grad_norm=1.0, keep_grads=True)
-        for step in range(2):
-            twins.draw_grads(step)
-            for optimizer in both:
-                optimizer.step()
-            twins.assert_same(*both, grads=True)
+        twins.train(both, 2, grads=True)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-8])

@@ -113,12 +113,7 @@ def test_gradients_set_to_none_each_step(declaration: Declaration) -> None:
 
 def test_host_and_device_in_one_optimizer() -> None:
     twins = Twins([values((500,), i) for i in range(4)], ["cuda:0", "cpu", "cuda:0", "cpu"])
-    a, b = twins.optimizers(faststep.optim.AdamW)
-    for step in range(4):
-        twins.draw_grads(step)
-        a.step()
-        b.step()
-        twins.assert_same(a, b)
+    twins.train(twins.optimizers(faststep.optim.AdamW), 4)
 
 
 def test_host_and_device_agree_on_the_norm() -> None:
@@ -150,12 +145,7 @@ def test_parameters_on_a_device_that_is_not_current(current: int) -> None:
 def test_several_devices_in_one_optimizer() -> None:
     needs_two_devices()
     twins = Twins([values((5000,), i) for i in range(3)], ["cuda:0", "cuda:1", "cuda:0"])
-    a, b = twins.optimizers(faststep.optim.SGD, lr=0.1, momentum=0.9)
-    for step in range(4):
-        twins.draw_grads(step)
-        a.step()
-        b.step()
-        twins.assert_same(a, b)
+    twins.train(twins.optimizers(faststep.optim.SGD, lr=0.1, momentum=0.9), 4)
 
 
 def test_learning_rate_that_several_devices_read() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+import faststep
+from faststep import _C
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -149,3 +153,39 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, ...]:
         except Exception as exception:
             error = (type(exception), str(exception))
     return (*error, [(w.category, str(w.message)) for w in caught])
+
+
+@contextmanager
+def records(known: bool = True, **words: int) -> Iterator[None]:
+    """Steps look at torch's records, with some words of their layout replaced, or ask torch."""
+    layout = faststep._layout
+    _C.use_records(*(layout._replace(**words) if known and layout is not None else ()))
+    try:
+        yield
+    finally:
+        _C.use_records(*(layout or ()))
+
+
+def assert_as_torchs(
+    declaration: Any,
+    work: Callable[[Any, list[Parameter]], Any],
+    *shapes: tuple[int, ...],
+    groups: Callable[[list[Parameter]], Any] = list,
+    **torchs: Any,
+) -> None:
+    """After some work the parameters are where torch's class, with further options, leaves them.
+
+    Args:
+        declaration: of both classes.
+        work: takes an optimizer and its parameters.
+        shapes: of the parameters.
+        groups: what the optimizer is given for them.
+        torchs: options for torch's class alone.
+    """
+    ends = []
+    for cls, options in ((declaration.ours, {}), (declaration.torchs, torchs)):
+        params = parameters(*shapes)
+        work(cls(groups(params), **declaration.kwargs, **options), params)
+        ends.append(params)
+    for mine, its in zip(*ends, strict=True):
+        assert_near(mine, its, TOLERANCE, getattr(work, "__name__", "parameter"))

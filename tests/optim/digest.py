@@ -74,10 +74,37 @@ def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
+# Vectors, and matrices of every kind, also such as are split among threads.
+FACTORED = (
+    *((), (300,), (40_000,), (1, 7), (3, 700), (300, 65), (9000, 3), (6, 4, 3, 3), (2, 3, 90, 70)),
+    *((300, 250), (40, 9000), (2, 270, 260), (70_000, 2), (2, 70_000)),
+)
+
+
+def train_factored(dtype: torch.dtype) -> str:
+    """Two steps of Adafactor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=generator).to(dtype) for shape in FACTORED]
+
+    params = [torch.nn.Parameter(value) for value in drawn()]
+    optimizer = faststep.optim.Adafactor(params, weight_decay=0.1)
+    digest = hashlib.sha256()
+    for _ in range(2):
+        for p, grad in zip(params, drawn(), strict=True):
+            p.grad = grad
+        optimizer.step()
+    for t in [*params, *(t for p in params for t in optimizer.state[p].values())]:
+        digest.update(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def lines() -> Iterator[str]:
-    for name, options in RUNS:
-        for dtype in DTYPES:
+    for dtype in DTYPES:
+        for name, options in RUNS:
             yield f"{name} {options} {dtype} {train(name, options, dtype)}"
+        yield f"Adafactor {dtype} {train_factored(dtype)}"
 
 
 if __name__ == "__main__":

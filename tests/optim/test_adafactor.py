@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import faststep
 from faststep import _C
 from faststep.optim import Adafactor
+
+from .common import records
 
 SHAPES = (
     *((), (1,), (5,), (300,), (40_000,)),
@@ -520,10 +518,8 @@ def test_versions_and_inference_mode() -> None:
     with torch.inference_mode():
         frozen = Parameter(torch.ones(3, 3), requires_grad=False)
         frozen.grad = torch.ones(3, 3)
-    for records in (True, False):
-        if not records:
-            _C.use_records()
-        try:
+    for known in (True, False):
+        with records(known):
             kept = params[0].detach().clone()
             refused = Adafactor([params[0], frozen])
             with pytest.raises(RuntimeError, match="inference mode"):
@@ -531,9 +527,6 @@ def test_versions_and_inference_mode() -> None:
             assert torch.equal(params[0], kept)
             with torch.inference_mode():
                 refused.step()
-        finally:
-            if not records:
-                _C.use_records(*faststep._layout)
 
 
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, faststep.amp.GradScaler])
@@ -629,30 +622,3 @@ def test_compiled_steps() -> None:
         set_grads(params, 0)
         torch.compile(optimizer.step, backend="eager")()
     assert_same(ours, theirs)
-
-
-def digest() -> str:
-    """Of parameters and states after steps of every kind of matrix and type."""
-    found = hashlib.sha256()
-    for dtype in TOLERANCES:
-        run = params, optimizer = made(Adafactor, SHAPES + LARGE, dtype, weight_decay=0.1)
-        train(run, 2)
-        for t in [*params, *(t for p in params for t in optimizer.state[p].values())]:
-            found.update(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-@pytest.mark.parametrize("level", _C.cpu_info()["supported"])
-def test_bits_are_the_same_everywhere(level: str) -> None:
-    program = (
-        "import torch; from optim.test_adafactor import digest\n"
-        "for threads in (1, 2, 5): torch.set_num_threads(threads); print(digest())"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "FASTSTEP_CPU": level, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert printed.stdout.split() == [digest()] * 3

@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import faststep
-from faststep import _C
 from faststep.optim import Adafactor
 
+from . import common
 from .common import assert_same_bits, outcome, parameters, set_gradients, train
 from .test_mutation import CHANGES, LONG, SHAPES, Change
 
 
 @pytest.fixture(params=[True, False], ids=["records", "no records"])
-def records(request: pytest.FixtureRequest) -> Iterator[bool]:
-    if not request.param:
-        _C.use_records()
-    yield request.param
-    _C.use_records(*faststep._layout)
+def records(request: pytest.FixtureRequest) -> Iterator[None]:
+    with common.records(request.param):
+        yield
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, (*SHAPES, LONG)], ids=["short", "long"])

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import faststep
 
 from .common import Snapshot, outcome, state_tensors
-from .declarations import OTHERS, SGD, Declaration
+from .declarations import ADAGRAD, OTHERS, SGD, Declaration
 from .declarations import TORCHS as NEWER
 
 TORCHS = [*NEWER, *OTHERS]
 CAPTURABLE = [d for d in TORCHS if d.takes("capturable")]
 
 over_torchs = pytest.mark.parametrize("declaration", TORCHS, ids=lambda d: d.name)
+over_sparse = pytest.mark.parametrize("declaration", [SGD, ADAGRAD], ids=lambda d: d.name)
 
 
 def rows(*at: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -185,14 +186,17 @@ def test_capturable_on_the_cpu_raises_torchs_error(declaration: Declaration) -> 
 
 
 @pytest.mark.parametrize("bad", [None, "overflow", "sum of two", "sum of two that fits"])
+@over_sparse
 @pytest.mark.parametrize("ours", [False, True], ids=["torchs scaler", "our scaler"])
-def test_sparse_gradients_under_a_scaler(bad: str | None, ours: bool) -> None:
+def test_sparse_gradients_under_a_scaler(
+    declaration: Declaration, bad: str | None, ours: bool
+) -> None:
     """An overflow skips the step of all parameters; entries are looked at one by one."""
 
     def train(cls: Any) -> list[Tensor]:
         params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
         optimizer = cls(params, lr=0.1)
-        kind = faststep.amp.GradScaler if ours and cls is SGD.ours else torch.amp.GradScaler
+        kind = faststep.amp.GradScaler if ours and cls is declaration.ours else torch.amp.GradScaler
         scaler = kind("cpu", init_scale=4.0)
         scaler.scale(torch.zeros(()))
         params[0].grad, params[1].grad = torch.ones(4, 3), rows(0, 2, 2)
@@ -206,7 +210,7 @@ def test_sparse_gradients_under_a_scaler(bad: str | None, ours: bool) -> None:
         scaler.update()
         return [*params, torch.tensor(scaler.get_scale())]
 
-    same_as_torch(classes(SGD), train)
+    same_as_torch(classes(declaration), train)
 
 
 @pytest.mark.parametrize("size", [1.0, 9000.0])
@@ -222,7 +226,8 @@ def test_sparse_fp16_is_added_up_before_the_look_at_it(size: float) -> None:
         assert optimizer.step_was_skipped == (size == 9000.0)
 
 
-def test_dense_sparse_and_complex_are_clipped_by_one_norm() -> None:
+@over_sparse
+def test_dense_sparse_and_complex_are_clipped_by_one_norm(declaration: Declaration) -> None:
     def train(cls: Any) -> list[Tensor]:
         params = [
             nn.Parameter(torch.ones(4, 3)),
@@ -241,5 +246,5 @@ def test_dense_sparse_and_complex_are_clipped_by_one_norm() -> None:
         optimizer.step()
         return [p.detach() for p in params]
 
-    ours, theirs = map(train, classes(SGD))
+    ours, theirs = map(train, classes(declaration))
     torch.testing.assert_close(ours, theirs)

@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import faststep
-from faststep import _C
 
 from .acting import (
     COUNT,
@@ -33,6 +32,7 @@ from .acting import (
     step,
     with_states,
 )
+from .common import records
 
 
 class EqualKey:
@@ -185,15 +185,11 @@ def test_subclass_that_moves_memory_each_time(work: str, monkeypatch: pytest.Mon
     model.backward()
     before = model.values()
     monkeypatch.setattr(Watching, "action", staticmethod(lambda: replace_memory_of_grads(model)))
-    _C.use_records()
-    try:
+    with records(known=False):
         if work == "clip":
             faststep.clip_grad_norm_(list(model.params), 1e-6)
         else:
             model.optimizer.step()
-    finally:
-        if faststep._layout is not None:
-            _C.use_records(*faststep._layout)
     monkeypatch.undo()
     model.assert_own_values(before)
     if work == "clip":

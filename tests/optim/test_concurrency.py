@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from faststep import _C
+from programs import Programs
 
 from . import digest
 from .common import assert_same_bits, parameters, set_gradients, train
@@ -41,30 +39,17 @@ OTHERS = [isa for isa in _C.cpu_info()["supported"] if isa != _C.cpu_info()["isa
 
 
 @pytest.mark.parametrize("isa", OTHERS)
-def test_instruction_set_changes_nothing(here: list[str], isa: str) -> None:
+def test_instruction_set_changes_nothing(here: list[str], isa: str, programs: Programs) -> None:
     """Every other supported level, forced by FASTSTEP_CPU in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(Path(digest.__file__)), "2"],
-        env={**os.environ, "FASTSTEP_CPU": isa},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    done = programs.run(Path(digest.__file__).read_text(), "2", FASTSTEP_CPU=isa)
+    assert done.returncode == 0, done.stderr
     used, *found = done.stdout.splitlines()
     assert used == isa
     assert found == here
 
 
-def test_unknown_instruction_set_is_an_import_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import faststep"],
-        env={**os.environ, "FASTSTEP_CPU": "z80"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def test_unknown_instruction_set_is_an_import_error(programs: Programs) -> None:
+    done = programs.run("import faststep", FASTSTEP_CPU="z80")
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert "z80" in done.stderr

@@ -12,10 +12,9 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import faststep
-from faststep import _C
 from programs import Programs
 
-from .common import TOLERANCE, Snapshot, assert_near, parameters, set_gradients
+from .common import TOLERANCE, Snapshot, assert_near, parameters, records, set_gradients
 from .declarations import ALL, TORCHS, Declaration
 
 SHAPES = ((5,), (4, 3))
@@ -26,12 +25,10 @@ over_those_with_states = pytest.mark.parametrize(
 over_torchs = pytest.mark.parametrize("declaration", TORCHS, ids=lambda d: d.name)
 
 
-@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("known", [True, False])
 @over_those_with_states
-def test_states_of_a_step_in_inference_mode(declaration: Declaration, records: bool) -> None:
-    if not records:
-        _C.use_records()
-    try:
+def test_states_of_a_step_in_inference_mode(declaration: Declaration, known: bool) -> None:
+    with records(known):
         params = parameters(*SHAPES)
         optimizer = declaration.ours(params, **declaration.kwargs)
         set_gradients(params[:1], 0)
@@ -52,9 +49,6 @@ def test_states_of_a_step_in_inference_mode(declaration: Declaration, records: b
         state = optimizer.state[params[1]]
         state.update({key: value.clone() for key, value in state.items()})
         optimizer.step()
-    finally:
-        if faststep._layout is not None:
-            _C.use_records(*faststep._layout)
 
 
 @over_torchs
@@ -96,12 +90,10 @@ def test_each_case_as_torch(declaration: Declaration) -> None:
                 assert_near(mine, other, TOLERANCE, made.__name__)
 
 
-@pytest.mark.parametrize("records", [True, False])
-def test_counter_of_inference_mode(records: bool) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_counter_of_inference_mode(known: bool) -> None:
     """The one state that is written although its version does not move."""
-    if not records:
-        _C.use_records()
-    try:
+    with records(known):
         for cls in (torch.optim.AdamW, faststep.optim.AdamW):
             params = parameters(*SHAPES)
             optimizer = cls(params, lr=0.1)
@@ -119,9 +111,6 @@ def test_counter_of_inference_mode(records: bool) -> None:
                 assert optimizer.state[params[1]]["step"] == 7.0
             optimizer.state[params[1]]["step"] = torch.tensor(7.0)
             optimizer.step()
-    finally:
-        if faststep._layout is not None:
-            _C.use_records(*faststep._layout)
 
 
 class _AtTheCheck(TorchFunctionMode):

@@ -119,22 +119,6 @@ def test_bits_of_fp32_copies(name: str, clip: float | None) -> None:
         assert torch.equal(both[1].last_grad_norm, both[3].last_grad_norm)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Lion"])
-def test_torchs_class_on_fp32_copies(name: str) -> None:
-    kind, own = CLASSES[name]
-    params = _params()
-    wide = _wide(params)
-    optimizer = getattr(faststep.optim, kind)(params, **own, master_weights="fp32")
-    torchs = getattr(torch.optim, kind)(wide, **own)
-    for seed in range(5):
-        _give(params, wide, seed)
-        optimizer.step()
-        torchs.step()
-    for param, copied in zip(params, wide, strict=True):
-        mine = optimizer.state[param].get(MASTER, param)
-        torch.testing.assert_close(mine.detach(), copied.detach(), rtol=1e-4, atol=1e-5)
-
-
 def test_every_class_has_them() -> None:
     for name in faststep.optim.__all__:
         kind = getattr(faststep.optim, name)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import faststep
-
 from .common import (
     Snapshot,
     assert_same_bits,
@@ -157,35 +155,6 @@ def test_adagrad_with_sparse_gradients_is_torchs() -> None:
     with pytest.raises(RuntimeError, match="weight_decay option is not compatible with sparse"):
         optimizer.step()
     before.assert_unchanged()
-
-
-@pytest.mark.parametrize("bad", [None, "overflow", "sum of two"])
-def test_adagrad_with_sparse_gradients_under_a_scaler(bad: str | None) -> None:
-    """As with torch's scaler; two entries of a row are finite if they are after unscaling."""
-    results = []
-    for kind in (faststep.amp.GradScaler, torch.amp.GradScaler):
-        scaler = kind("cpu", init_scale=4.0)
-        optimizer, params = adagrad_with_a_sparse_gradient(ADAGRAD.ours)
-        scaler.scale(torch.zeros(()))
-        if bad is not None:
-            rows = torch.full((2, 3), 3e38 if bad == "sum of two" else float("inf"))
-            params[1].grad = torch.sparse_coo_tensor([[1, 1]], rows, (4, 3), check_invariants=True)
-        scaler.step(optimizer)
-        scaler.update()
-        results.append([*params, torch.tensor(scaler.get_scale())])
-    torch.testing.assert_close(*results)
-
-
-def test_adagrad_clips_sparse_gradients() -> None:
-    """The norm is that of the same gradients as dense ones."""
-    results = []
-    for is_sparse in (True, False):
-        optimizer, params = adagrad_with_a_sparse_gradient(ADAGRAD.ours, max_grad_norm=0.5)
-        if not is_sparse:
-            params[1].grad = params[1].grad.to_dense()
-        optimizer.step()
-        results.append([*params, torch.tensor(float(optimizer.last_grad_norm))])
-    torch.testing.assert_close(*results)
 
 
 def complex_parameter() -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,15 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from .common import TOLERANCE, assert_near, assert_same_bits, parameters, set_gradients, train
+from .common import (
+    TOLERANCE,
+    assert_as_torchs,
+    assert_near,
+    assert_same_bits,
+    parameters,
+    set_gradients,
+    train,
+)
 from .declarations import ADAMW, ALL, TORCHS, Declaration
 
 SHAPES = ((17,), (4, 5), ())
@@ -193,20 +199,22 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@over_torchs
-def test_change_between_steps(declaration: Declaration, change: Change) -> None:
-    """Some steps, the change, some more: the same as torch's for-loop at every parameter."""
-    results = []
-    for cls, extra in ((declaration.ours, {}), (declaration.torchs, {"foreach": False})):
-        params = parameters(*SHAPES)
-        optimizer = cls(params, **declaration.kwargs, **extra)
+def changing(change: Change) -> Change:
+    """Some steps, the change, some more."""
+
+    def work(optimizer: Optimizer, params: list[Parameter]) -> None:
         train(optimizer, params, steps=3)  # enough to recognize tensors by their records
         change(optimizer, params)
         train(optimizer, params, steps=3, seed=2)
-        results.append(params)
-    for p, q in zip(*results, strict=True):
-        assert_near(p, q, TOLERANCE, change.__name__)
+
+    return work
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@over_torchs
+def test_change_between_steps(declaration: Declaration, change: Change) -> None:
+    """The same as torch's for-loop at every parameter."""
+    assert_as_torchs(declaration, changing(change), *SHAPES, foreach=False)
 
 
 LONG = (1025, 1025)  # more elements than a step works on with the GIL held
@@ -214,44 +222,7 @@ LONG = (1025, 1025)  # more elements than a step works on with the GIL held
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_change_between_long_steps(change: Change) -> None:
-    results = []
-    for cls, extra in ((ADAMW.ours, {}), (ADAMW.torchs, {"foreach": False})):
-        params = parameters(*SHAPES, LONG)
-        optimizer = cls(params, **ADAMW.kwargs, **extra)
-        train(optimizer, params, steps=3)
-        change(optimizer, params)
-        train(optimizer, params, steps=3, seed=2)
-        results.append(params)
-    for p, q in zip(*results, strict=True):
-        assert_near(p, q, TOLERANCE, change.__name__)
-
-
-def test_long_steps_while_another_thread_replaces_what_they_read() -> None:
-    """It is chance which tensors a step takes, but it works on live ones."""
-    params = parameters(*(LONG,) * 2)
-    optimizer = ADAMW.ours(params, **ADAMW.kwargs)
-    train(optimizer, params, steps=3)
-    done = threading.Event()
-
-    def replace() -> None:
-        for turn in itertools.count():
-            if done.wait(0.0005):
-                return
-            for p in params:
-                p.grad = torch.zeros_like(p)
-                state = optimizer.state[p]
-                if turn % 20 == 0:
-                    state["exp_avg"] = state["exp_avg"].clone()
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    try:
-        for _ in range(40):
-            optimizer.step()
-    finally:
-        done.set()
-        thread.join()
-    assert all(p.isfinite().all() for p in params)
+    assert_as_torchs(ADAMW, changing(change), *SHAPES, LONG, foreach=False)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -280,10 +251,8 @@ def test_old_plan_is_as_good_as_a_new_one(declaration: Declaration, change: Chan
 @over_torchs
 def test_zero_grad(declaration: Declaration, set_to_none: bool) -> None:
     """Real backward passes, gradients dropped or zeroed in place between them."""
-    results = []
-    for cls in (declaration.ours, declaration.torchs):
-        params = parameters((3, 4), (3,))
-        optimizer = cls(params, **declaration.kwargs)
+
+    def work(optimizer: Optimizer, params: list[Parameter]) -> None:
         for step in range(4):
             optimizer.zero_grad(set_to_none=set_to_none)
             used = params if step != 2 else params[:1]
@@ -291,18 +260,15 @@ def test_zero_grad(declaration: Declaration, set_to_none: bool) -> None:
             addresses = [p.grad.data_ptr() for p in params if p.grad is not None]
             optimizer.step()
             assert [p.grad.data_ptr() for p in params if p.grad is not None] == addresses
-        results.append(params)
-    for p, q in zip(*results, strict=True):
-        assert_near(p, q, TOLERANCE, f"set_to_none={set_to_none}")
+
+    assert_as_torchs(declaration, work, (3, 4), (3,))
 
 
 @over_torchs
 def test_gradient_that_is_part_of_a_graph(declaration: Declaration) -> None:
     """backward(create_graph=True) leaves gradients with a grad_fn; zero_grad detaches them."""
-    results = []
-    for cls in (declaration.ours, declaration.torchs):
-        params = parameters((5,))
-        optimizer = cls(params, **declaration.kwargs)
+
+    def work(optimizer: Optimizer, params: list[Parameter]) -> None:
         for _ in range(2):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -311,40 +277,36 @@ def test_gradient_that_is_part_of_a_graph(declaration: Declaration) -> None:
             assert params[0].grad_fn is None
             optimizer.zero_grad(set_to_none=False)
             assert params[0].grad.grad_fn is None
-        results.append(params)
-    assert_near(results[0][0], results[1][0], TOLERANCE, "create_graph")
+
+    assert_as_torchs(declaration, work, (5,))
 
 
 @over_torchs
 def test_one_gradient_for_two_parameters(declaration: Declaration) -> None:
-    results = []
-    for cls in (declaration.ours, declaration.torchs):
-        params = parameters((6,), (6,))
-        optimizer = cls(params, **declaration.kwargs)
+    def work(optimizer: Optimizer, params: list[Parameter]) -> None:
         for step in range(3):
             set_gradients(params[:1], step)
             params[1].grad = params[0].grad
             optimizer.step()
-        results.append(params)
-    for p, q in zip(*results, strict=True):
-        assert_near(p, q, TOLERANCE, "shared gradient")
+
+    assert_as_torchs(declaration, work, (6,), (6,))
 
 
 @over_torchs
 def test_one_gradient_for_two_parameters_written_back(declaration: Declaration) -> None:
     """Unscaling writes the shared gradient once or per parameter: the same as torch's fused."""
-    results = []
-    for cls, extra in ((declaration.ours, {}), (declaration.torchs, {"fused": True})):
-        params = parameters((600,), (600,))
-        optimizer = cls(params, **declaration.kwargs, **extra)
+    written = []
+
+    def work(optimizer: Optimizer, params: list[Parameter]) -> None:
         set_gradients(params[:1], 0)
         params[1].grad = params[0].grad
         optimizer.grad_scale = torch.tensor(4.0)
         optimizer.found_inf = torch.tensor(0.0)
         optimizer.step()
-        results.append([*params, params[0].grad])
-    for p, q in zip(*results, strict=True):
-        assert_near(p, q, TOLERANCE, "shared gradient with a scale")
+        written.append(params[0].grad)
+
+    assert_as_torchs(declaration, work, (600,), (600,), fused=True)
+    assert_near(*written, TOLERANCE, "shared gradient with a scale")
 
 
 @over_torchs
@@ -361,19 +323,23 @@ def test_two_parameters_over_one_storage(declaration: Declaration) -> None:
         assert_near(p, q, TOLERANCE, "overlapping parameters")
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @over_torchs
 def test_duplicate_parameter(declaration: Declaration) -> None:
     """torch warns and steps it twice; so do we, also for large tensors and many threads."""
-    results = []
-    for cls, extra in ((declaration.ours, {}), (declaration.torchs, {"foreach": False})):
-        params = parameters((30_000,), (5,))
-        with pytest.warns(UserWarning, match="duplicate parameters"):
-            optimizer = cls([params[0], params[1], params[0]], **declaration.kwargs, **extra)
+    counts = []
+
+    def work(optimizer: Optimizer, params: list[Parameter]) -> None:
         train(optimizer, params, steps=3)
-        results.append((params, optimizer.state[params[0]].get("step")))
-    assert results[0][1] == results[1][1]
-    for p, q in zip(results[0][0], results[1][0], strict=True):
-        assert_near(p, q, TOLERANCE, "duplicate")
+        counts.append(optimizer.state[params[0]].get("step"))
+
+    def twice(params: list[Parameter]) -> list[Parameter]:
+        return [params[0], params[1], params[0]]
+
+    assert_as_torchs(declaration, work, (30_000,), (5,), groups=twice, foreach=False)
+    assert counts[0] == counts[1]
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        declaration.ours(twice(parameters((1,), (1,))))
 
 
 @over_all

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 import faststep
 from faststep import _C
 
+from . import common
 from .common import TOLERANCE, assert_near, assert_same_bits, generator, parameters, state_tensors
 from .declarations import ADAMW, ALL, SGD, TORCHS, Declaration
 from .layouts import negated
@@ -22,17 +23,13 @@ SHAPES = ((), (1,), (64,), (5, 13), (17_000,))
 over_all = pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
 
 
-@pytest.fixture(params=["records", "unknown bit", "no records"])
-def records(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(
+    params=[{}, {"negated": 0}, {"known": False}], ids=["records", "unknown bit", "no records"]
+)
+def records(request: pytest.FixtureRequest) -> Iterator[None]:
     """Torch's records tell which views are negated; or torch is asked."""
-    layout = faststep._layout
-    assert layout is not None
-    if request.param == "unknown bit":
-        _C.use_records(*layout._replace(negated=0))
-    elif request.param == "no records":
-        _C.use_records()
-    yield request.param
-    _C.use_records(*layout)
+    with common.records(**request.param):
+        yield
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,7 +65,7 @@ def by_autograd(conjugate: bool) -> Parameter:
 
 
 @over_all
-def test_a_gradient_that_autograd_negates(declaration: Declaration, records: str) -> None:
+def test_a_gradient_that_autograd_negates(declaration: Declaration, records: None) -> None:
     params = [by_autograd(conjugate) for conjugate in (True, False)]
     for param in params:
         declaration.ours([param], **declaration.kwargs).step()
@@ -81,7 +78,7 @@ def test_a_gradient_that_autograd_negates(declaration: Declaration, records: str
 
 @pytest.mark.parametrize("way", WAYS)
 @over_all
-def test_gradients_negated_in_some_steps(declaration: Declaration, way: str, records: str) -> None:
+def test_gradients_negated_in_some_steps(declaration: Declaration, way: str, records: None) -> None:
     """Beside others that are not, in traced steps and others, short and long."""
     ours, resolved, theirs = (parameters(*SHAPES, (64,)) for _ in range(3))
     optimizers = [declaration.ours(ps, **declaration.kwargs) for ps in (ours, resolved)]
@@ -108,7 +105,7 @@ def test_gradients_negated_in_some_steps(declaration: Declaration, way: str, rec
 
 @over_all
 def test_gradients_that_change_nothing_but_their_signs(
-    declaration: Declaration, records: str
+    declaration: Declaration, records: None
 ) -> None:
     """The same object and memory, negated between steps that are traced."""
     ours, resolved = parameters((64,), (3,), ()), parameters((64,), (3,), ())
@@ -130,7 +127,7 @@ def test_gradients_that_change_nothing_but_their_signs(
 
 @pytest.mark.parametrize("write_back", [False, True])
 @over_all
-def test_parameters_and_states(declaration: Declaration, write_back: bool, records: str) -> None:
+def test_parameters_and_states(declaration: Declaration, write_back: bool, records: None) -> None:
     """What is written keeps its negative bit; the values, also of gradients, are the same."""
     shapes = ((), (64,), (5, 13), (17_000,))
     values = [draw(shape, 5) for shape in shapes]
@@ -156,7 +153,7 @@ def test_parameters_and_states(declaration: Declaration, write_back: bool, recor
         assert all(t.is_neg() is (step >= 2) for t in state_tensors(optimizers[0]))
 
 
-def test_parameters_that_are_negated_between_steps(records: str) -> None:
+def test_parameters_that_are_negated_between_steps(records: None) -> None:
     ours, resolved = parameters((64,), (5, 3)), parameters((64,), (5, 3))
     optimizers = [faststep.optim.AdamW(ps, lr=0.1) for ps in (ours, resolved)]
     for step in range(9):
@@ -169,7 +166,7 @@ def test_parameters_that_are_negated_between_steps(records: str) -> None:
         assert_same_bits(ours, resolved)
 
 
-def test_states_that_were_loaded(records: str) -> None:
+def test_states_that_were_loaded(records: None) -> None:
     """load_state_dict keeps the negative bit of what it is given."""
     params, twins = parameters((64,)), parameters((64,))
     optimizers = [faststep.optim.AdamW(ps) for ps in (params, twins)]
@@ -223,7 +220,7 @@ def test_under_a_scaler(
 
 
 @pytest.mark.parametrize("declaration", [ADAMW, SGD], ids=lambda d: d.name)
-def test_long_steps(declaration: Declaration, records: str) -> None:
+def test_long_steps(declaration: Declaration, records: None) -> None:
     """Of more elements than the GIL is held for; clipped by the norm that `unscale_` took."""
     count = (1 << 20) + 7
     found: list[list[Tensor]] = []
@@ -274,7 +271,7 @@ def negations(params: list[Parameter]) -> list[bool]:
     return seen
 
 
-def test_the_norm(records: str) -> None:
+def test_the_norm(records: None) -> None:
     found = []
     for negates in (True, False):
         params = parameters(*SHAPES)
@@ -292,7 +289,7 @@ def test_the_norm(records: str) -> None:
 
 
 @over_all
-def test_released_gradients(declaration: Declaration, records: str) -> None:
+def test_released_gradients(declaration: Declaration, records: None) -> None:
     found = []
     for negates, released in ((True, True), (False, True), (False, False)):
         params = parameters(*SHAPES)
@@ -313,7 +310,7 @@ def test_released_gradients(declaration: Declaration, records: str) -> None:
 
 @pytest.mark.parametrize("in_pairs", [False, True])
 @pytest.mark.parametrize("steps", [3, 4])
-def test_fp32_sums(in_pairs: bool, steps: int, records: str) -> None:
+def test_fp32_sums(in_pairs: bool, steps: int, records: None) -> None:
     found = []
     for negates in (True, False):
         params = parameters(*SHAPES, dtype=torch.bfloat16)
@@ -378,7 +375,7 @@ class Asked(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_subclass(records: str) -> None:
+def test_a_subclass(records: None) -> None:
     """With Python code of its own, which does not run for this where torch has to be asked."""
     params, twins = parameters((64,), (5, 3)), parameters((64,), (5, 3))
     optimizers = [faststep.optim.AdamW(ps) for ps in (params, twins)]
@@ -394,7 +391,7 @@ def test_a_subclass(records: str) -> None:
 
 
 @pytest.mark.parametrize("name", [d.name for d in TORCHS])
-def test_a_mode_may_answer(name: str, records: str) -> None:
+def test_a_mode_may_answer(name: str, records: None) -> None:
     """A torch function mode sees the question where it is asked, and may run any code."""
     declaration = next(d for d in TORCHS if d.name == name)
     params, twins = parameters((64,), ()), parameters((64,), ())

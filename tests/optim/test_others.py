@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import faststep
 import faststep.optim as optim
+from programs import Programs
 
 from .common import assert_same_bits, parameters, set_gradients, train
 from .declarations import ADAGRAD, ALL, ASGD, NADAM, OTHERS, RPROP, Declaration
@@ -30,7 +28,7 @@ def test_the_module_takes_the_place_of_torchs() -> None:
     assert not hasattr(optim, "_adafactor")
 
 
-def test_submodules_are_imported_as_of_torch() -> None:
+def test_submodules_are_imported_as_of_torch(programs: Programs) -> None:
     lines = (
         "import faststep.optim as optim, torch",
         "p = torch.nn.Parameter(torch.ones(3))",
@@ -38,7 +36,8 @@ def test_submodules_are_imported_as_of_torch() -> None:
         "from faststep.optim import LBFGS, Optimizer, lr_scheduler, swa_utils",
         "assert issubclass(LBFGS, Optimizer) and swa_utils.AveragedModel",
     )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+    done = programs.run("\n".join(lines))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("declaration", [RPROP, ADAGRAD, NADAM, ASGD], ids=lambda d: d.name)

@@ -21,7 +21,7 @@ from faststep._torch.kinds import different_tensors
 from faststep._torch.tensors import record_of, storage_record_of
 from programs import Programs
 
-from .common import assert_same_bits, generator, parameters
+from .common import assert_same_bits, generator, parameters, records
 from .declarations import ALL, Declaration
 
 COUNT = r"""
@@ -80,15 +80,6 @@ def test_no_more_than_a_record_is_read() -> None:
     assert layout is not None
     meta = _records._words(record_of(leaf), _records._WORDS)[layout.meta_in_impl]
     assert usable(meta) >= 8 * _records._META_WORDS
-
-
-@pytest.fixture
-def ask_every_time() -> Iterator[None]:
-    """Without records, as in a torch where they are not found."""
-    _C.use_records()
-    yield
-    if faststep._layout is not None:
-        _C.use_records(*faststep._layout)
 
 
 def test_records_are_found_in_this_torch() -> None:
@@ -208,10 +199,7 @@ def test_bits_of_negated_views() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_negated_numbers(known: bool) -> None:
     """In any step, traced or not, with and without the bit that tells."""
-    assert faststep._layout is not None
-    if not known:
-        _C.use_records(*faststep._layout._replace(negated=0))
-    try:
+    with records() if known else records(negated=0):
         expected, param = Parameter(torch.tensor(0.5)), Parameter(torch.tensor(0.5))
         optimizers = [faststep.optim.AdamW([p]) for p in (expected, param)]
         for step in range(8):
@@ -221,8 +209,6 @@ def test_negated_numbers(known: bool) -> None:
             for optimizer in optimizers:
                 optimizer.step()
             assert_same_bits([param], [expected])
-    finally:
-        _C.use_records(*faststep._layout)
 
 
 @pytest.mark.parametrize("scaled", ["never", "always", "every third", "but every third"])
@@ -230,31 +216,28 @@ def test_negated_numbers(known: bool) -> None:
 def test_gradients_of_every_kind_in_turn(declaration: Declaration, scaled: str) -> None:
     """With and without records, the same bits and versions; a scaled step writes the gradients."""
     results, versions = [], []
-    for records in (True, False):
+    for known in (True, False):
         params = parameters((3, 4))
         optimizer = declaration.ours(params, **declaration.kwargs)
         seen, moved = [], []
-        if not records:
-            _C.use_records()
-        for step, grad in enumerate(kinds_of_gradients(params[0])):
-            third = step % 3 == 2
-            writes = {"never": False, "always": True, "every third": third}.get(scaled, not third)
-            params[0].grad = grad
-            if grad is None or not writes:
-                optimizer.step()
-                continue
-            version = grad._version
-            scaler = faststep.amp.GradScaler("cpu", init_scale=1000.0)
-            scaler.scale(torch.zeros(()))
-            if 0 in grad.stride():  # torch does not write what shares memory
-                with pytest.raises(RuntimeError, match="single memory location"):
+        with records(known):
+            for step, grad in enumerate(kinds_of_gradients(params[0])):
+                third = step % 3 == 2
+                writes = {"never": False, "always": True, "every third": third}
+                params[0].grad = grad
+                if grad is None or not writes.get(scaled, not third):
+                    optimizer.step()
+                    continue
+                version = grad._version
+                scaler = faststep.amp.GradScaler("cpu", init_scale=1000.0)
+                scaler.scale(torch.zeros(()))
+                if 0 in grad.stride():  # torch does not write what shares memory
+                    with pytest.raises(RuntimeError, match="single memory location"):
+                        scaler.step(optimizer)
+                else:
                     scaler.step(optimizer)
-            else:
-                scaler.step(optimizer)
-            seen.append(grad.detach().clone())
-            moved.append(grad._version - version)
-        if faststep._layout is not None:
-            _C.use_records(*faststep._layout)
+                seen.append(grad.detach().clone())
+                moved.append(grad._version - version)
         results.append([*params, *seen, *(v for v in optimizer.state[params[0]].values())])
         versions.append(moved)
     assert_same_bits(*results)
@@ -317,30 +300,12 @@ def test_an_object_with_the_record_of_another_is_noticed(size: int) -> None:
     assert_same_bits(params, twins)
 
 
-@pytest.mark.usefixtures("ask_every_time")
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
-def test_steps_without_records(declaration: Declaration) -> None:
-    params = parameters((3, 4), (5,))
-    optimizer = declaration.ours(params, **declaration.kwargs)
-    for _ in range(4):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert all(torch.isfinite(p).all() for p in params)
-
-
-@pytest.fixture
-def written_is_listed() -> Iterator[None]:
-    """Where Python moves the version counters, a step returns what it wrote."""
-    assert faststep._layout is not None
-    _C.use_records(*faststep._layout._replace(move_version=0))
-    yield
-    _C.use_records(*faststep._layout)
-
-
-@pytest.mark.usefixtures("written_is_listed")
+@records(move_version=0)
 def test_python_that_ran_elsewhere_does_not_change_how_a_traced_step_runs() -> None:
-    """A step that releases the GIL holds its tensors; a traced one holds none, so it keeps it."""
+    """A step that releases the GIL holds its tensors; a traced one holds none, so it keeps it.
+
+    Where Python moves the version counters, a step returns what it wrote.
+    """
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
@@ -398,16 +363,6 @@ def test_parameters_in_another_container(container: Callable[[list[Parameter]], 
     assert_same_bits(params, twins)
 
 
-def test_an_optimizer_that_goes_takes_its_traces_along() -> None:
-    for _ in range(50):
-        params = parameters((3, 4))
-        optimizer = faststep.optim.AdamW(params)
-        for _ in range(3):
-            params[0].grad = torch.ones(3, 4)
-            optimizer.step()
-        del optimizer, params
-
-
 @pytest.mark.parametrize("move", [True, False], ids=["libtorch's function", "Python's"])
 @pytest.mark.parametrize("inference", [False, True], ids=["counted", "with inference tensors"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
@@ -415,9 +370,7 @@ def test_version_counters_move_by_one_per_step(move: bool, inference: bool, scal
     """Those of gradients in a step that unscales them."""
     assert faststep._layout is not None
     assert faststep._layout.move_version != 0
-    if not move:
-        _C.use_records(*faststep._layout._replace(move_version=0))
-    try:
+    with records() if move else records(move_version=0):
         params = parameters((3, 4), (5,))
         optimizer = faststep.optim.AdamW(params)
         scaler = faststep.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
@@ -438,8 +391,6 @@ def test_version_counters_move_by_one_per_step(move: bool, inference: bool, scal
             after = [t._version for t in (*written, *grads)]
             by = [1] * len(written) + [int(scaled)] * len(grads)
             assert after == [v + n for v, n in zip(before, by, strict=True)]
-    finally:
-        _C.use_records(*faststep._layout)
 
 
 @pytest.mark.parametrize("write_grads", [False, True])
@@ -480,14 +431,11 @@ def infinite_and_sparse_too(p: Parameter) -> Iterator[Tensor | None]:
 @pytest.mark.parametrize("change", [clip, unscale])
 def test_gradients_of_every_kind_are_changed_alike(change: Callable[[Parameter], float]) -> None:
     """With and without records: the results, the gradients and their version counters."""
-    assert faststep._layout is not None
     results: list[list[object]] = []
-    for records in (True, False):
+    for known in (True, False):
         (param,) = parameters((3, 4))
         seen: list[object] = []
-        if not records:
-            _C.use_records()
-        try:
+        with records(known):
             for grad in infinite_and_sparse_too(param):
                 param.grad = None if grad is None else grad.detach().clone()
                 if grad is not None and grad._is_view():
@@ -502,8 +450,6 @@ def test_gradients_of_every_kind_are_changed_alike(change: Callable[[Parameter],
                         param.grad._version - before,
                         *param.grad.to_dense().flatten().tolist(),
                     ]
-        finally:
-            _C.use_records(*faststep._layout)
         results.append(seen)
     assert repr(results[0]) == repr(results[1])
     assert any(isinstance(value, int) and value == 1 for value in results[0])

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from .common import TOLERANCE, assert_near, parameters, set_gradients
-from .declarations import LION, SGD, TORCHS, Declaration
+from .declarations import LION, TORCHS, Declaration
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -119,14 +119,3 @@ def test_scheduler_with_lr_tensor(declaration: Declaration) -> None:
     assert torch.is_tensor(results[0][1])
     assert results[0][1].item() == results[1][1].item()
     assert_near(results[0][0], results[1][0], TOLERANCE, "tensor lr")
-
-
-def test_scheduler_warns_when_it_steps_first() -> None:
-    """The order check of torch looks at optimizer.step: it must see ours being called."""
-    for cls in (SGD.ours, SGD.torchs):
-        params = parameters((3,))
-        optimizer = cls(params, lr=0.1)
-        scheduler = schedulers.StepLR(optimizer, 1)
-        set_gradients(params, 0)
-        with pytest.warns(UserWarning, match="before `optimizer.step\\(\\)`"):
-            scheduler.step()

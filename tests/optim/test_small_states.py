@@ -128,26 +128,6 @@ def test_an_optimizer_per_parameter_takes_no_more_memory() -> None:
         assert sum(storages.values()) <= 2 * sum(t.nbytes for t in states)
 
 
-def test_each_version_moves_once_per_step() -> None:
-    params = parameters(*SMALL_SHAPES, (SMALL,))
-    optimizer = stepped(params)
-    moments = [t for values in optimizer.state.values() for k, t in values.items() if k != "step"]
-    for _ in range(3):
-        before = [t._version for t in moments]
-        step(optimizer, params, 1)
-        assert [t._version for t in moments] == [v + 1 for v in before]
-
-
-def test_autograd_sees_that_a_state_was_written() -> None:
-    params = parameters((3, 4), (5,))
-    optimizer = stepped(params)
-    weight = torch.ones(5, requires_grad=True)
-    loss = (optimizer.state[params[1]]["exp_avg"] * weight).sum()
-    step(optimizer, params, 1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def copied(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return copy.deepcopy(optimizer.state_dict())
 
@@ -268,16 +248,3 @@ def test_safetensors_takes_them(tmp_path: Path) -> None:
     safetensors.save_file(named, tmp_path / "states.safetensors")
     loaded = safetensors.load_file(tmp_path / "states.safetensors")
     assert_same_bits(list(named.values()), [loaded[name] for name in named])
-
-
-def test_states_of_parameters_that_come_later() -> None:
-    results = []
-    for cls in (faststep.optim.AdamW, torch.optim.AdamW):
-        params = parameters((3, 4), (64,), (5,))
-        optimizer = cls(params[:1], amsgrad=True)
-        step(optimizer, params, 2)
-        optimizer.add_param_group({"params": params[1:]})
-        step(optimizer, params, 2)
-        results.append([*params, *states_of(optimizer)])
-    for ours, torchs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, torchs)

@@ -93,46 +93,6 @@ def names_of_ours_in_groups(library: Library, watch: Watch) -> None:
     watch("restored", twin.param_groups[0]["max_grad_norm"])
 
 
-def counters_in_other_types(library: Library, watch: Watch) -> None:
-    """Reset by a script, or cast with the rest of a checkpoint."""
-    counts = [torch.tensor(2.0, dtype=dtype) for dtype in (*DTYPES, torch.int64, torch.int32)]
-    for name in CLASSES:
-        for count in (*counts, torch.tensor(0), torch.tensor([2.0])):
-
-            def train(name: str = name, count: Tensor = count) -> Any:
-                params = _params()
-                optimizer = getattr(library.optim, name)(params, lr=0.01)
-                for step in range(3):
-                    _grads(params, step)
-                    optimizer.step()
-                    for state in optimizer.state.values():
-                        if "step" in state and step == 0:
-                            state["step"] = count.clone()
-                return [params, optimizer.state_dict()]
-
-            watch.where_torch_can(f"{name}, {count.dtype}", train)
-
-
-def model_cast_in_training(library: Library, watch: Watch) -> None:
-    for name in CLASSES:
-        for dtype in (torch.bfloat16, torch.float16, torch.float64):
-
-            def train(name: str = name, dtype: torch.dtype = dtype) -> Any:
-                params = _params()
-                optimizer = getattr(library.optim, name)(params, lr=0.01)
-                for step in range(3):
-                    if step == 1:
-                        for p in params:
-                            p.grad, p.data = None, p.data.to(dtype)
-                    _grads(params, step)
-                    optimizer.step()
-                kept = [(k, t) for state in optimizer.state.values() for k, t in state.items()]
-                # torch rounds after each operator, faststep once
-                return [params, [(k, str(t.dtype), t.to(dtype)) for k, t in kept]]
-
-            watch.where_torch_can(f"{name}, {dtype}", train)
-
-
 def checkpoints(library: Library, watch: Watch) -> None:
     for name in CLASSES:
         params = _params()

@@ -15,8 +15,6 @@ __all__ = ["Library", "Watch"]
 # What the rounding of fused kernels may change.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2, "float64": 1e-6, "complex64": 1e-4}
 
-MAY_RAISE = ", if torch can"
-
 
 class Library(NamedTuple):
     """The names that a script imports: torch's, or faststep's in their place."""
@@ -59,10 +57,6 @@ class Watch:
         self(name, result)
         return result
 
-    def where_torch_can(self, name: str, call: Callable[[], Any]) -> None:
-        """Note what a call returns; compared only if it raises nothing with torch."""
-        self.error(name + MAY_RAISE, call)
-
     @contextmanager
     def warnings(self) -> Iterator[None]:
         """Note warnings among the other events."""
@@ -89,11 +83,6 @@ def frozen(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return f"<{type(value).__name__}>"
-
-
-def is_refused(name: str, value: Any) -> bool:
-    """Whether this event is a call that torch refuses and faststep may take."""
-    return name.endswith(MAY_RAISE) and isinstance(value, str)
 
 
 def differences(theirs: Any, ours: Any, where: str = "", tolerance: float = 1e-4) -> Iterator[str]:
