@@ -53,12 +53,17 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
-    """The results of a job by rank; all jobs of a folder's tests are done at once."""
-    folders: dict[Any, list[pytest.Item]] = {}
+    """The results of a job by rank; all jobs of a folder's tests are done at once.
+
+    tests/sharding has processes for each file: torch keeps meshes in caches, by their ranks, and
+    so would find those of process groups that have ended.
+    """
+    together: dict[Any, list[pytest.Item]] = {}
     for item in request.session.items:
-        folders.setdefault(item.path.parent, []).append(item)
+        folder = item.path.parent
+        together.setdefault(item.path if folder.name == "sharding" else folder, []).append(item)
     found: dict[str, list[Any]] = {}
-    for items in folders.values():
+    for items in together.values():
         if jobs := jobs_of(items):
             found.update(results_of(jobs))
     return found.__getitem__

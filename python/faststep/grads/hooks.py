@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 def weakly(method: Callable[..., _Result]) -> Callable[..., _Result | None]:
-    """A method as a hook, which keeps its object not alive and does nothing when that is gone.
+    """A hook that calls a method while its object lives, and does not keep that alive.
 
     torch.compile calls it and does not look into it.
     """
