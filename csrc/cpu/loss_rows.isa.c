@@ -47,11 +47,12 @@ LOOP float fst_loop_loss_sum(size_t n, const float *restrict x, float most)
 LOOP float fst_loop_loss_distance(size_t n, const float *restrict x, float most)
 {
     float lanes[LANES] ALIGNED = {0.0f};
-    for (size_t i = 0; i < n; i += LANES) {
-        const size_t count = n - i < LANES ? n - i : LANES;
-        for (size_t j = 0; j < count; j++)
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (size_t j = 0; j < LANES; j++)
             lanes[j] += x[i + j] - most;
-    }
+    for (size_t j = 0; i + j < n; j++)
+        lanes[j] += x[i + j] - most;
     return folded(lanes);
 }
 
