@@ -43,17 +43,24 @@ LOOP float fst_loop_loss_sum(size_t n, const float *restrict x, float most)
     return folded(lanes);
 }
 
-/* The sum of the first n logits relative to `most`; n is any number. */
+/* The sum of n logits relative to `most`. */
 LOOP float fst_loop_loss_distance(size_t n, const float *restrict x, float most)
 {
     float lanes[LANES] ALIGNED = {0.0f};
-    size_t i = 0;
-    for (; i + LANES <= n; i += LANES)
+    for (size_t i = 0; i < n; i += LANES)
         for (size_t j = 0; j < LANES; j++)
             lanes[j] += x[i + j] - most;
-    for (size_t j = 0; i + j < n; j++)
-        lanes[j] += x[i + j] - most;
     return folded(lanes);
+}
+
+/* The same for any number of logits. */
+static double distance_of(size_t n, const float *x, float most)
+{
+    const size_t whole = n / LANES * LANES;
+    double sum = whole ? (double)fst_loop_loss_distance(whole, x, most) : 0.0;
+    for (size_t i = whole; i < n; i++)
+        sum += (double)(x[i] - most);
+    return sum;
 }
 
 LOOP void fst_loop_loss_grad(size_t n, float *restrict to, const float *restrict x, float most,
@@ -135,7 +142,7 @@ static void forward_row(const fst_loss_batch *b, int64_t row)
         most = now;
         sum += (double)fst_loop_loss_sum(filled(n), x, from);
         if (b->smoothing != 0.0)
-            distance += (double)fst_loop_loss_distance(n, x, from);
+            distance += distance_of(n, x, from);
     }
     const double log_sum = sum >= 1.0 ? fst_log(sum) : (double)NAN;
     b->most[row] = most;
