@@ -54,4 +54,6 @@ def test_cross_entropy(ring: Ring, shape: tuple[int, int], dtype: torch.dtype) -
         rate = passes * logits.nbytes / min(times[name]) / 1e9
         print(f"cross-entropy, {label}, {name}: {rate:.1f} GB/s")
     times.pop("copy_")
-    ring.note(Outcome(Work("cross-entropy", label, (shape,), dtype=dtype), times, order=tuple(times)))
+    ring.note(
+        Outcome(Work("cross-entropy", label, (shape,), dtype=dtype), times, order=tuple(times))
+    )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import types
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -337,9 +340,11 @@ def test_compiled_functions_have_torchs(calls: list[Any]) -> None:
     torch.testing.assert_close(compiled(logits, target), torchs(logits, target))
 
 
-def test_gradcheck_of_torchs_samples() -> None:
+def test_torchs_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own sample inputs of the operator, in fp32."""
-    pytest.importorskip("expecttest")
+    stand_in: Any = types.ModuleType("expecttest")  # torch imports it for tests that are not run
+    stand_in.TestCase = unittest.TestCase
+    monkeypatch.setitem(sys.modules, "expecttest", stand_in)
     from torch.testing._internal.common_methods_invocations import op_db
 
     (info,) = (op for op in op_db if op.name == "nn.functional.cross_entropy")
