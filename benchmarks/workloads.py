@@ -132,6 +132,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "sharded": Family("training steps with clipping and AdamW, 2 ranks", 0),
         "sharded update": Family("clipping and AdamW's step, 2 ranks", 0),
         "dtensors": Family("clipping and AdamW's step on DTensors, 2 ranks", 0),
+        # Forward reads a logit; backward reads it and writes its gradient.
+        "cross-entropy": Family("cross-entropy, forward and backward, on the CPU", 12),
         "loader": Family("a batch of a loader, shuffled", 4),
         "host": Family("host time of a CUDA step, AdamW: a fake driver, empty kernels", 0),
     }

@@ -6,6 +6,7 @@
 #include "base/image_sample.h"
 #include "base/widen.h"
 #include "cpu/factored.h"
+#include "cpu/loss_rows.h"
 
 #define FST_JOIN(name, isa) name##_##isa
 #define FST_JOIN_VALUES(name, isa) FST_JOIN(name, isa)
@@ -18,6 +19,7 @@ void FST_OF_ISA(fst_image_split)(size_t count, uint8_t *planes, const uint8_t *p
 void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
                             const char *restrict from, size_t first, size_t count);
 extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
+extern const fst_loss_loops FST_OF_ISA(fst_loss_loops);
 extern const fst_factored_loops FST_OF_ISA(fst_factored_loops)[2];
 
 #endif

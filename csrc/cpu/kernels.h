@@ -6,6 +6,7 @@
 #include "base/widen.h"
 #include "base/work.h"
 #include "cpu/factored.h"
+#include "cpu/loss_rows.h"
 #include "rules/rules.h"
 #include "rules/tree.h"
 
@@ -50,6 +51,7 @@ typedef struct {
     /* `count` pixels of three bytes each, to three planes one after another. */
     void (*split)(size_t count, uint8_t *planes, const uint8_t *pixels);
     const fst_widen_loops *widen;
+    const fst_loss_loops *loss;
 } fst_cpu_kernels;
 
 extern const fst_cpu_kernels fst_cpu_kernels_base;

@@ -5,6 +5,7 @@
 
 #include "core/factored_step.h"
 #include "core/image_pass.h"
+#include "core/loss_pass.h"
 #include "core/passes.h"
 #include "io/table.h"
 #include "py/grads/unscaled.h"
@@ -38,6 +39,7 @@ static int choose_kernels(PyObject *module)
     fst_passes_use(kernels);
     fst_factored_use(kernels);
     fst_image_use(kernels);
+    fst_loss_use(kernels);
     fst_table_use(kernels->widen);
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
 }

@@ -163,6 +163,43 @@ def cpu_info() -> dict[str, Any]:
 def crc32c(data: bytes, /) -> int:
     """CRC-32C (Castagnoli) of the data."""
 
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    rows: Tensor,
+    losses: Tensor,
+    ignored: int,
+    smoothing: float,
+    /,
+) -> tuple[float, float] | None:
+    """Fill `losses` (N) with the cross-entropy of each row of `logits` (N, C).
+
+    `target` is int64 (N), `weight` float32 (C). The sums that backward needs go to `rows` (2, N),
+    which is float32 as `losses` is. A row whose target is `ignored` has loss and weight 0.
+
+    Returns the sum of the losses and that of the targets' weights; None if nothing was done: a
+    tensor is of another kind, shape or dtype, or not packed, or a target is not a class.
+    """
+
+def cross_entropy_backward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    rows: Tensor,
+    grad_losses: Tensor,
+    grad: Tensor,
+    ignored: int,
+    smoothing: float,
+    factor: float,
+    /,
+) -> bool:
+    """Fill `grad` with the gradient of `logits`, after `cross_entropy` of the same arguments.
+
+    `grad_losses` is float32, one number or one per row, and multiplied by `factor`. False: nothing
+    was done, as in `cross_entropy`.
+    """
+
 def device_accumulate(
     sums: Sequence[Tensor],
     terms: Sequence[Tensor],

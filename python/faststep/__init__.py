@@ -22,7 +22,7 @@ _KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing in a build for 
 if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))
 
-from . import amp, data, memory, optim, zero  # noqa: E402
+from . import amp, data, memory, nn, optim, zero  # noqa: E402
 from .accumulation import accumulate  # noqa: E402
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from .release import release_gradients  # noqa: E402
@@ -53,6 +53,7 @@ __all__ = [
     "data",
     "get_total_norm",
     "memory",
+    "nn",
     "optim",
     "profile",
     "release_gradients",

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 def measured(script: Path) -> dict[str, Any]:
     ranks = 2 if script in ON_RANKS else 1
-    runs = Runs(Program(str(script), []), time.monotonic() + 60, False, False, ranks)
+    runs = Runs(Program(str(script), []), time.monotonic() + 60, False, "namespaces", ranks)
     return runs.measure(Length(2.0, 25), tries=script.stem in SWITCHED)
 
 

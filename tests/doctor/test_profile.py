@@ -87,7 +87,8 @@ def test_blocks_without_gradients_are_another_phase() -> None:
     with faststep.profile() as measured:
         for _ in range(20):
             with torch.no_grad():
-                model(torch.ones(4))
+                validated = model(torch.ones(4))
+    assert validated.shape == (1,)
     assert next(iter(measured.phases)) == "evaluation"
     with faststep.profile() as measured:
         for _ in range(20):

@@ -32,7 +32,7 @@ TOOLS = ("pytest>=8", "numpy", "hypothesis")
 NOT_NEEDED = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 # What depends on torch's inside.
 LOADER_TESTS = (
-    *("batches", "datasets", "exchange", "lifetime", "resume", "resume_streams", "rows"),
+    *("batches", "datasets", "lifetime", "resume", "resume_streams", "rows"),
     *("worker_ends", "worker_info", "worker_threads", "workers"),
 )
 TESTS = (

@@ -238,7 +238,7 @@ def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
     assert silent.stderr == ""
     wrong = run(source, options=("--only", "optims"))
     assert wrong.returncode == 2
-    assert "'optims' is none of optim, amp, clip, data, memory, threads" in wrong.stderr
+    assert "'optims' is none of optim, amp, clip, data, loss, memory, threads" in wrong.stderr
 
 
 ENDS = {

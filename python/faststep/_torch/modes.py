@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = [
     "TorchDispatchMode",
+    "is_transformed",
     "is_watched",
 ]
 
@@ -20,3 +21,12 @@ _mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", 
 def is_watched() -> bool:
     """True inside a TorchDispatchMode, which sees torch's operators and nothing that C does."""
     return _mode_depth() != 0
+
+
+def is_transformed() -> bool:
+    """True in a transform of `torch.func`, in forward-mode differentiation and while tracing."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )

@@ -19,7 +19,7 @@ from .timing import CallTimes
 
 __all__ = ["PARTS", "start", "swap_silently"]
 
-PARTS = ("optim", "amp", "clip", "data", "memory", "threads")
+PARTS = ("optim", "amp", "clip", "data", "loss", "memory", "threads")
 
 
 def start(
@@ -61,7 +61,7 @@ def swap_silently(parts: Sequence[str]) -> None:
 def _swap(swaps: Swaps, parts: Sequence[str]) -> list[str]:
     """Swap the parts, and say what was done."""
     swaps.count_steps()
-    for part in ("optim", "amp", "clip", "data"):
+    for part in ("optim", "amp", "clip", "data", "loss"):
         if part in parts:
             getattr(swaps, f"swap_{part}")()
     done = [*swaps.done]

@@ -19,7 +19,7 @@ from torch.cpu.amp import grad_scaler as of_cpu
 from torch.cuda.amp import grad_scaler as of_cuda
 from torch.optim import Optimizer
 
-from .. import amp, clip, data, optim
+from .. import amp, clip, data, nn, optim
 from ..data.stats import Metered
 from ..optim.base import FusedOptimizer
 from ..optim.hooked import HookedOptimizer
@@ -87,18 +87,23 @@ class Swaps:
 
     def swap_clip(self) -> None:
         for name in FUNCTIONS:
-            torchs = getattr(torch.nn.utils, name)
             ours = self._meter.timed("clipping", getattr(clip, name))
-            ours.__module__, ours.__doc__ = torchs.__module__, torchs.__doc__  # for pickle
-            for module in [m for key, m in sys.modules.items() if key.split(".")[0] == "torch"]:
-                if vars(module).get(name) is torchs:
-                    setattr(module, name, ours)
+            _replace(getattr(torch.nn.utils, name), ours)
         self.done.append("torch.nn.utils.clip_grad_norm_ -> faststep.clip_grad_norm_")
 
     def swap_data(self) -> None:
         self._swap_class(torch.utils.data.DataLoader, data.DataLoader, but_restored=True)
         setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
         self.done.append("torch.utils.data.DataLoader -> faststep.data.DataLoader")
+
+    def swap_loss(self) -> None:
+        torchs = torch.nn.functional.cross_entropy
+        ours = self._meter.timed("cross_entropy", nn.functional.cross_entropy)
+        ours.__prepare_scriptable__ = lambda: torchs  # what torch.jit.script compiles
+        _replace(torchs, ours)
+        self.done.append(
+            "torch.nn.functional.cross_entropy -> faststep.nn.functional.cross_entropy"
+        )
 
     def count_steps(self) -> None:
         """Measure the steps of all optimizers; those of other classes below the hooks of torch."""
@@ -183,3 +188,12 @@ class Swaps:
         if any(base in self._ours.values() for base in kind.__mro__):
             return None
         return next((base for base in kind.__mro__ if base in self._ours), None)
+
+
+def _replace(torchs: Any, ours: Any) -> None:
+    """Put a function in the place of torch's, in all modules of torch that have it."""
+    name = torchs.__name__
+    ours.__module__, ours.__doc__ = torchs.__module__, torchs.__doc__  # for pickle
+    for module in [m for key, m in sys.modules.items() if key.split(".")[0] == "torch"]:
+        if vars(module).get(name) is torchs:
+            setattr(module, name, ours)
