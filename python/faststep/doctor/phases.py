@@ -40,6 +40,7 @@ _FILES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("torch/autograd/__init__.py", "backward", ("backward", "grad")),
     ("torch/nn/modules/module.py", "forward", ("_call_impl", "_wrapped_call_impl")),
     ("torch/nn/functional.py", "forward", ()),
+    ("faststep/nn/", "forward", ()),
     ("torch/serialization.py", "checkpoint", ("save", "load")),
     ("torch/distributed/checkpoint/", "checkpoint", ()),
     ("safetensors/", "checkpoint", ()),
