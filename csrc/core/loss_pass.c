@@ -39,7 +39,7 @@ fst_code fst_loss_forward(const fst_loss_batch *batch, double *total, double *we
         return status->code;
     *total = *weights = 0.0;
     for (int64_t row = 0; row < b.rows; row++) {
-        const int64_t target = b.target[row * b.target_stride];
+        const int64_t target = fst_loss_target(&b, row);
         *total += (double)b.losses[row];
         if (target != b.ignored)
             *weights += b.weight ? (double)b.weight[target] : 1.0;

@@ -24,6 +24,14 @@ typedef struct {
     char *grad; /* of the logits, row after row, in their dtype */
 } fst_loss_batch;
 
+/* The class of a row, or `ignored`. Another thread may write targets after they were checked, so
+ * the class is read once, and one that does not exist is ignored. */
+static inline int64_t fst_loss_target(const fst_loss_batch *b, int64_t row)
+{
+    const int64_t target = *(const volatile int64_t *)(b->target + row * b->target_stride);
+    return target >= 0 && target < b->classes ? target : b->ignored;
+}
+
 /* Rows [begin, end). Targets are checked before. */
 typedef struct {
     void (*forward)(const fst_loss_batch *batch, int64_t begin, int64_t end);

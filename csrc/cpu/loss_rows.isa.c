@@ -125,7 +125,7 @@ static double weight_of(const fst_loss_batch *b, int64_t target)
 static void forward_row(const fst_loss_batch *b, int64_t row)
 {
     const size_t classes = (size_t)b->classes;
-    const int64_t target = b->target[row * b->target_stride];
+    const int64_t target = fst_loss_target(b, row);
     float scratch[STRIP] ALIGNED, most = -INFINITY;
     double sum = 0.0, distance = 0.0; /* of all logits from 0, or from `most` once it is finite */
     for (size_t first = 0; first < classes; first += STRIP) {
@@ -172,7 +172,7 @@ static void fill(const fst_loss_batch *b, char *to, float value)
 static void backward_row(const fst_loss_batch *b, int64_t row, int streams)
 {
     const size_t classes = (size_t)b->classes, size = fst_dtype_size(b->dtype);
-    const int64_t target = b->target[row * b->target_stride];
+    const int64_t target = fst_loss_target(b, row);
     char *to = b->grad + (size_t)row * classes * size;
     if (target == b->ignored || !(b->sum[row] >= 1.0f)) {
         fill(b, to, b->sum[row] >= 1.0f ? 0.0f : NAN);
