@@ -24,6 +24,7 @@ from works import FOLDERS, WORKS, Work
 
 from compare import RESULTS, machine
 
+ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 10**6  # steps
 SECONDS = 5.0  # of a run that is compared
 PAIRS = 2
@@ -45,7 +46,8 @@ def examined(work: Work, given: argparse.Namespace, folder: Path) -> Found:
     command += [str(work.path), "--steps", str(ENDLESS), "--files", str(folder / "files")]
     begun = time.monotonic()
     subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
-    answer: Found = json.loads((folder / "answer.json").read_text())
+    text = (folder / "answer.json").read_text()
+    answer: Found = json.loads(text.replace(f"{ROOT}/", ""))  # lines as paths in the repository
     return {**answer, "seconds": time.monotonic() - begun}
 
 

@@ -107,7 +107,7 @@ class Recorder:
         self._loaders: dict[int, inspected.LoaderUse] = {}
         self._allocated = _allocated()
         self._alternation: Alternation | None = None  # after what is measured otherwise
-        self._holds_batch = False
+        self._repeats_batch = False
         self._products: rates.Products | None = None
         self._result: dict[str, Any] | None = None  # of what came before
         self._stops_at = float("inf")
@@ -146,7 +146,7 @@ class Recorder:
 
         def timed(iterator: Any) -> Any:
             begun, is_last = time.perf_counter(), True
-            if self._holds_batch and newest:
+            if self._repeats_batch and newest:
                 return newest[0]
             try:
                 batch = following(iterator)
@@ -224,7 +224,7 @@ class Recorder:
         self.end()
 
     def _repeat_batch(self, is_on: bool) -> None:
-        self._holds_batch = is_on
+        self._repeats_batch = is_on
 
     # ---- the other thread
 

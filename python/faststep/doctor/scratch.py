@@ -32,6 +32,7 @@ _CHANGES = (_WRITE_FILE | 0b1_1111_1111 << 4, 1 << 13, 1 << 14)  # by version; r
 _NETWORK_FROM, _NETWORK = 4, 0b11  # version; TCP's bind and connect
 _KEPT = ("/dev/", "/proc/", "/sys/")
 _OF_LINKS = ("lstat", "readlink")  # functions that do not follow them
+_libc = ctypes.CDLL(None, use_errno=True)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -66,8 +67,7 @@ def enter(folder: str, network: bool) -> None:
 
 def _version() -> int:
     """That of Landlock; below 1 if there is none."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
+    return int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
 
 
 def _restrict(folder: str, network: bool) -> None:
@@ -80,15 +80,14 @@ def _restrict(folder: str, network: bool) -> None:
                 _call(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", allowed, at), 0)
             finally:
                 os.close(at)
-        _check(ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+        _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
         _call(_RESTRICT_SELF, rules, 0)
     finally:
         os.close(rules)
 
 
 def _call(number: int, *args: int | bytes) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    return _check(libc.syscall(number, *(_word(one) for one in args)))
+    return _check(_libc.syscall(number, *(_word(one) for one in args)))
 
 
 def _word(one: int | bytes) -> ctypes.c_char_p | ctypes.c_size_t:
@@ -165,7 +164,7 @@ class _Overlay:
 
     def _name(self, path: Any, follow: bool = True) -> str | None:
         """None for what is no path, and for paths that are left alone."""
-        if isinstance(path, int) or not isinstance(path, (str, bytes, os.PathLike)):
+        if not isinstance(path, (str, bytes, os.PathLike)):
             return None
         folder, last = os.path.split(os.path.abspath(os.fsdecode(path)))
         name = self._outside(os.path.join(os.path.realpath(folder), last))
