@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import faststep.cli.scripts
 
@@ -46,6 +47,32 @@ def test_clipping_inside_leaves_no_clipping_outside(works: list) -> None:
     for work in works:
         clips = {mode: found["phases"]["clip"] for mode, found in work["modes"].items()}
         assert clips["max_grad_norm"] < 0.5 * clips["plain"], work["work"]
+
+
+def test_scripts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WHOLE))
+    turns = importlib.import_module("turns")
+    script = [sys.executable, str(Path(faststep.cli.scripts.__file__).parent / "tabular.py")]
+    sizes = ["--tiny", "--warm-up", "1", "--steps", "6"]
+    found = turns.play({name: ([*script, *sizes], os.environ) for name in "ab"}, 2, 3)
+    assert found["a"]["losses"] == found["b"]["losses"]
+    for run in found.values():
+        assert sum(run["turns"]) == pytest.approx(sum(map(sum, run["phases"].values())))
+    with pytest.raises(turns.CommandError, match="unrecognized arguments: --no"):
+        turns.play({"a": ([*script, "--no"], os.environ)}, 2, 3)
+
+
+def test_the_interval_of_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WHOLE))
+    turns = importlib.import_module("turns")
+    torch.manual_seed(0)
+    hits = 0
+    for count in (3, 5, 12, 20) * 250:
+        mean, low, high = turns.interval(torch.randn(count).mul(0.1).exp().tolist())
+        assert low <= mean <= high
+        hits += low <= 1.0 <= high
+    assert 920 <= hits <= 980  # of 1000; 95 % of them
+    assert turns.ratios([[2.0, 3.0, 8.0]], [[1.0, 1.0, 1.0]]) == [3.0]
 
 
 def test_figures_that_pages_must_not_show(monkeypatch: pytest.MonkeyPatch) -> None:

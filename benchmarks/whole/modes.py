@@ -21,8 +21,10 @@ __all__ = [
     "ALWAYS",
     "FUSED",
     "INSIDE",
+    "KEPT",
     "MODES",
     "PLAIN",
+    "RETAIN",
     "RUN",
     "SWAPPED",
     "Mode",
@@ -31,8 +33,9 @@ __all__ = [
 ]
 
 PLAIN, FUSED, SWAPPED, INSIDE, RUN = "plain", "fused", "swapped", "max_grad_norm", "run"
-RETAIN = "retain"
+RETAIN, KEPT = "retain", "swapped, retain"
 
+_BUT_LOSS = "optim,amp,clip,data,memory,threads"
 _HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Before torch: no block is mapped by itself, and nothing goes back; 64 MiB are taken at a time.
 _MALLOPT = """
@@ -47,6 +50,10 @@ assert mallopt(M_TOP_PAD, 64 << 20)
 
 def _same(source: str) -> str:
     return source
+
+
+def _swapped_retaining(source: str) -> str:
+    return retaining(swapped(source))
 
 
 def _mallopt(source: str) -> str:
@@ -91,6 +98,8 @@ MODES = {
     INSIDE: Mode(clipping_inside, in_process=True),
     RUN: Mode(command=("-m", "faststep", "run")),
     RETAIN: Mode(retaining),
+    KEPT: Mode(_swapped_retaining),
+    "run, torch's loss": Mode(command=("-m", "faststep", "run", "--only", _BUT_LOSS)),
     "mallopt": Mode(_mallopt),
     "mallopt, huge pages": Mode(_mallopt, _HUGE),
     "THP_MEM_ALLOC_ENABLE": Mode(environment={"THP_MEM_ALLOC_ENABLE": "1"}),
@@ -98,7 +107,7 @@ MODES = {
     "DeepSpeedCPUAdam": Mode(_deepspeed, {"DS_ACCELERATOR": "cpu"}, needs="deepspeed"),
     "bitsandbytes": Mode(_bitsandbytes, needs="bitsandbytes"),
 }
-ALWAYS = (PLAIN, FUSED, SWAPPED, INSIDE, RUN)
+ALWAYS = (PLAIN, FUSED, RETAIN, SWAPPED, KEPT, RUN)
 
 
 def preloading(library: str) -> Mode:

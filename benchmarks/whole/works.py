@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import faststep.cli.scripts
@@ -22,6 +22,7 @@ class Work:
         steps: measured in each process; some one or two seconds of plain torch on two cores.
         warm_up: steps before these.
         from_files: whether it reads files, with 0, 1 or 2 workers.
+        arguments: of the script, besides sizes.
         in_quick: whether the short run has it.
     """
 
@@ -30,6 +31,7 @@ class Work:
     steps: int
     warm_up: int = 3
     from_files: bool = False
+    arguments: tuple[str, ...] = ()
     in_quick: bool = False
 
     @property
@@ -53,3 +55,6 @@ WORKS = {
     "autoencoder": Work("autoencoder.py", "VAE 784-400-20, batch 128, GradScaler", 200, 10),
     "LoRA": Work("lora.py", "4 layers of 128, rank 8, 8 x 64 tokens", 60, 5),
 }
+# The same under autocast.
+for _name in ("CNN", "GPT", "MLP", "ResNet-18"):
+    WORKS[f"{_name}, bf16"] = replace(WORKS[_name], arguments=("--bf16",), in_quick=False)

@@ -98,6 +98,15 @@ def test_switches_are_those_that_can_gain() -> None:
     assert switches(1.0, shares, 0.3, 2, [], lambda on: None, lambda one: None) == []
 
 
+def test_operations_of_an_lstm_are_counted() -> None:
+    lstm = torch.nn.LSTM(8, 16, batch_first=True)
+    products = rates.Products()
+    with products:  # type: ignore[no-untyped-call]
+        lstm(torch.randn(4, 5, 8, requires_grad=True))[0].sum().backward()
+    # Forward multiplies once, and backward by weights and by inputs; all as one shape.
+    assert products.operations == {(20, 8, 64): 3 * 2 * 20 * (8 + 16) * 64}
+
+
 def test_operations_of_products_are_counted() -> None:
     layer, conv = torch.nn.Linear(8, 16), torch.nn.Conv2d(3, 5, 3)
     products = rates.Products()

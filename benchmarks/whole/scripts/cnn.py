@@ -21,7 +21,8 @@ optimizer = AdamW(model.parameters(), lr=1e-4)
 
 meter = Meter(given)
 for _ in meter.steps():
-    loss = cross_entropy(model(images), labels)
+    with torch.autocast("cpu", torch.bfloat16, enabled=given.bf16):
+        loss = cross_entropy(model(images), labels)
     meter.mark("forward")
     loss.backward()
     meter.mark("backward")

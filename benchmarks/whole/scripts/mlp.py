@@ -21,7 +21,8 @@ optimizer = optim.AdamW(model.parameters(), lr=1e-4)
 
 meter = Meter(given)
 for _ in meter.steps():
-    loss = mse_loss(model(inputs), targets)
+    with torch.autocast("cpu", torch.bfloat16, enabled=given.bf16):
+        loss = mse_loss(model(inputs), targets)
     meter.mark("forward")
     loss.backward()
     meter.mark("backward")

@@ -41,13 +41,22 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call the operator, and count what it did."""
         result = function(*args, **(kwargs or {}))
         packet = function.overloadpacket
-        count = flop_registry.get(packet)
+        if packet.__name__.startswith("mkldnn_rnn_layer"):
+            count: Any = _recurrent
+        else:
+            count = flop_registry.get(packet)
         if count is not None:
             done = count(*args, **(kwargs or {}), out_val=result)
             self.operations[_shape(packet.__name__, args, result)] += int(done)
             if packet.__name__.startswith("convolution"):
                 self.convolutions += int(done)
         return result
+
+
+def _recurrent(text: Any, of_input: Any, of_state: Any, *others: Any, out_val: Any) -> int:
+    """The operations of one layer of oneDNN; its backward has further results, and two products."""
+    places, weights = math.prod(text.shape[:2]), of_input.numel() + of_state.numel()
+    return int((4 if len(out_val) > 4 else 2) * places * weights)
 
 
 def _shape(name: str, args: Any, result: Any) -> Shape:
@@ -57,6 +66,8 @@ def _shape(name: str, args: Any, result: Any) -> Shape:
         weight = tensors[2] if name == "convolution_backward" else tensors[1]
         places = made.shape[0] * math.prod(made.shape[2:])
         return places, math.prod(weight.shape[1:]), weight.shape[0]
+    if name.startswith("mkldnn_rnn_layer"):
+        return math.prod(tensors[0].shape[:2]), tensors[0].shape[-1], tensors[1].shape[0]
     if "attention" in name:
         length, size = tensors[0].shape[-2:]
         return length, size, length

@@ -73,4 +73,4 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

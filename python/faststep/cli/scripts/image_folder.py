@@ -105,7 +105,8 @@ meter = Meter(given)
 for _ in meter.steps():
     images, labels = next(batches)
     meter.mark("data")
-    loss = cross_entropy(model(images), labels)
+    with torch.autocast("cpu", torch.bfloat16, enabled=given.bf16):
+        loss = cross_entropy(model(images), labels)
     meter.mark("forward")
     loss.backward()
     meter.mark("backward")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--files", type=Path, help="a folder for generated files, which stay")
     parser.add_argument("--workers", type=int, default=0, help="of a loader of files")
+    parser.add_argument("--bf16", action="store_true", help="forward under autocast")
+    parser.add_argument(
+        "--turn",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="say `turn` and wait for a line of stdin before each STEPS steps that are measured",
+    )
     return parser.parse_args()
 
 
@@ -63,7 +72,11 @@ class Meter:
         """Number the steps; after the last one the result is written."""
         before = 0
         for step in range(self._given.warm_up + self._given.steps):
-            if step == self._given.warm_up:
+            measured = step - self._given.warm_up
+            if self._given.turn and measured >= 0 and measured % self._given.turn == 0:
+                print("turn", flush=True)
+                sys.stdin.readline()
+            if measured == 0:
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             self._phases.append(dict.fromkeys(PHASES, 0.0))
             self._last = time.perf_counter()

@@ -32,7 +32,8 @@ for _ in meter.steps():
     starts = torch.randint(len(text) - LENGTH, (BATCH,)).tolist()
     windows = torch.stack([text[i : i + LENGTH + 1] for i in starts])
     meter.mark("data")
-    loss = model(windows[:, :-1], windows[:, 1:])
+    with torch.autocast("cpu", torch.bfloat16, enabled=given.bf16):
+        loss = model(windows[:, :-1], windows[:, 1:])
     meter.mark("forward")
     loss.backward()
     meter.mark("backward")
