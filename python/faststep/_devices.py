@@ -74,7 +74,7 @@ def new_scalar(number: int, dtype: torch.dtype) -> Tensor:
 
 def on_device(scalar: Tensor, number: int) -> Tensor:
     """The tensor itself, or a copy of it on another device; waits for one only on the host."""
-    if ordinal_of(scalar) == number:
+    if scalar.is_cpu if number == HOST else ordinal_of(scalar) == number:
         return scalar
     return scalar.to(_device(number), non_blocking=number != HOST)
 

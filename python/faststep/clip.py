@@ -61,7 +61,7 @@ __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_
 
 def _is_for_torch() -> bool:
     """True if torch's own functions must run, because its operators are traced or watched."""
-    return torch.compiler.is_compiling() or is_watched()
+    return torch.compiler.is_compiling() or bool(is_watched())
 
 
 def _ready(parameters: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:

@@ -13,14 +13,10 @@ __all__ = [
     "is_watched",
 ]
 
-_mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
+# Not 0 inside a TorchDispatchMode, which sees torch's operators and nothing that C does.
+is_watched: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
     lambda: int(_get_current_dispatch_mode() is not None)
 )
-
-
-def is_watched() -> bool:
-    """True inside a TorchDispatchMode, which sees torch's operators and nothing that C does."""
-    return _mode_depth() != 0
 
 
 def is_transformed() -> bool:

@@ -67,7 +67,9 @@ def has_torchs_passes(scaler: torch.amp.GradScaler) -> bool:
     """True if a script has replaced nothing that a GradScaler's step calls of the scaler."""
     own = vars(scaler)
     passes = (*_passes_of(type(scaler)), *_passes_of(torch.amp.GradScaler))
-    return _are_torchs(*passes) and all(is_torchs(own[name]) for name in _PASSES if name in own)
+    if not _are_torchs(*passes):
+        return False
+    return own.keys().isdisjoint(_PASSES) or all(is_torchs(own.get(name)) for name in _PASSES)
 
 
 def replaces_unscaling() -> bool:

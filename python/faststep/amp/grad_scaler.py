@@ -22,7 +22,7 @@ from .protocol import (
     can_be_seen,
     had_grads_elsewhere,
     has_dtensors,
-    lent_attributes,
+    step_with,
     takes_found_inf,
     takes_requests,
 )
@@ -163,20 +163,20 @@ class GradScaler(UnscalingScaler):
         """
         check_limit("max_norm", max_norm)
         fused = takes_requests(optimizer)
-        lent: dict[str, Any] = {}
-        if max_norm is not None and fused:
-            lent["_asked"] = ScalerRequest(max_norm=max_norm)
-        elif max_norm is not None:
+        if max_norm is not None and not fused:
             self._clip_before_step(optimizer, max_norm, args, kwargs)
+            max_norm = None
+        request = ScalerRequest(max_norm=max_norm)
         if not self._enabled:
-            with lent_attributes(optimizer, lent):
-                return cast("float | None", optimizer.step(*args, **kwargs))
-        if (fused and max_norm is not None) or takes_found_inf(optimizer):
-            return self._step_unscaled(optimizer, lent, max_norm, args, kwargs)
+            lent = {} if max_norm is None else {"_asked": request}
+            result: float | None = step_with(optimizer, lent, args, kwargs)
+            return result
+        if max_norm is not None or takes_found_inf(optimizer):
+            return self._step_unscaled(optimizer, request, args, kwargs)
         if not fused:
             return super().step(optimizer, *args, **kwargs)
         if not isinstance(optimizer, FusedOptimizer) or optimizer._is_divided_by_fsdp1():
-            return self._step_unscaled(optimizer, lent, None, args, kwargs)
+            return self._step_unscaled(optimizer, request, args, kwargs)
         if (
             args
             or kwargs
@@ -186,7 +186,8 @@ class GradScaler(UnscalingScaler):
         ):
             return self._step_as_torch(optimizer, args, kwargs)
         if (optimizer._devices or devices_of(params_of(optimizer))) != HOST_ONLY:
-            return self._step_unscaled(optimizer, lent, None, args, kwargs, refuses_fp16=True)
+            request = ScalerRequest(refuses_fp16=True)
+            return self._step_unscaled(optimizer, request, args, kwargs)
         self._step_unseen(optimizer)
         return None
 
@@ -211,28 +212,24 @@ class GradScaler(UnscalingScaler):
             return
         state["found_inf_per_device"] = {found.device: found}
         if "step" in vars(optimizer):  # a scheduler notes the call
-            with lent_attributes(optimizer, {"_fused_step": lambda *_: None}):
-                optimizer.step()
+            step_with(optimizer, {"_fused_step": lambda *_: None}, (), {})
         state["stage"] = OptState.STEPPED
 
     def _step_unscaled(
         self,
         optimizer: Optimizer,
-        lent: dict[str, Any],
-        max_norm: float | None,
+        request: ScalerRequest,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        refuses_fp16: bool = False,
     ) -> float | None:
-        """The step of an optimizer that unscales by itself, which gets `lent` for that time."""
-        fused = takes_requests(optimizer)
+        """The step of an optimizer that unscales by itself."""
         state = self._begin_step(optimizer, kwargs)
-        scale = cast(Tensor, self._get_scale_async())
+        scale: Any = self._get_scale_async()
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
-        ready = state["stage"] is OptState.READY
+        ready, fused = state["stage"] is OptState.READY, takes_requests(optimizer)
         if not ready and not state["found_inf_per_device"]:
             refuse_unchecked(optimizer)
-        lent["grad_scale"] = before
+        lent: dict[str, Any] = {"grad_scale": before}
         if ready and before is None and fused:
             lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device
         elif ready:
@@ -240,15 +237,16 @@ class GradScaler(UnscalingScaler):
         measures = fused and ready and has_torchs_passes(self)
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
-            lent["_asked"] = ScalerRequest(True, refuses_fp16, max_norm)
+            request = request._replace(looks_for_inf=True)
             had_grads = has_grads(optimizer)
         else:
             if ready:
                 self._check_inf_per_device(optimizer)
             found = state["found_inf_per_device"].values()
             lent["found_inf"] = any_found(found, scale.device)
-        with lent_attributes(optimizer, lent):
-            result = cast("float | None", optimizer.step(*args, **kwargs))
+        if measures or request.max_norm is not None:
+            lent["_asked"] = request
+        result: float | None = step_with(optimizer, lent, args, kwargs)
         # Without gradients nothing was checked, and torch's update() says so. A closure may have
         # made the first ones.
         if measures and (had_grads or has_grads(optimizer) or had_grads_elsewhere(optimizer)):

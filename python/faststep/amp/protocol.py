@@ -13,10 +13,9 @@ tell that from torch's way, `can_be_seen` says so, and the scaler takes torch's 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ __all__ = [
     "can_be_seen",
     "had_grads_elsewhere",
     "has_dtensors",
-    "lent_attributes",
+    "step_with",
     "takes_found_inf",
     "takes_requests",
 ]
@@ -111,24 +110,27 @@ def any_found(found: Iterable[Tensor], device: torch.device) -> Tensor:
     return total.ne_(0.0)
 
 
-@contextlib.contextmanager
-def lent_attributes(optimizer: Optimizer, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes for one step.
+def step_with(
+    optimizer: Optimizer, lent: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `optimizer.step`, with attributes that are set for that time; returns its result.
 
     After the step they are deleted, as by torch's scaler. If the step raises, the earlier values
     (a `grad_scale` of the user) are restored, so that the step can be tried again.
     """
-    before = {name: value for name, value in vars(optimizer).items() if name in values}
-    for name, value in values.items():
+    own = vars(optimizer)
+    before = [(name, own[name]) for name in lent if name in own]
+    for name, value in lent.items():
         setattr(optimizer, name, value)
     try:
-        yield
+        result = optimizer.step(*args, **kwargs)
     except BaseException:
-        _remove(optimizer, values)
-        for name, value in before.items():
+        _remove(optimizer, lent)
+        for name, value in before:
             setattr(optimizer, name, value)
         raise
-    _remove(optimizer, values)
+    _remove(optimizer, lent)
+    return result
 
 
 def _remove(optimizer: Optimizer, names: Iterable[str]) -> None:

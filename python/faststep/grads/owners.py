@@ -43,8 +43,6 @@ class ByOptimizer(Generic[_Value]):
 
     def others(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers with a value that are not this one."""
-        if not self._known:
-            return []
         return [one for one in self._all() if one is not optimizer]
 
     def having(
@@ -88,6 +86,8 @@ def refuse_clipping(parameters: Iterable[Tensor]) -> None:
 
 def refuse_shared(optimizer: Optimizer) -> None:
     """Raise if another optimizer, whose gradients are released, trains one of the parameters."""
+    if not releasing._known:
+        return
     for other in releasing.others(optimizer):
         theirs = {id(param) for param in params_of(other) if param.requires_grad}
         for number, group in enumerate(optimizer.param_groups):

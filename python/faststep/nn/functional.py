@@ -116,7 +116,7 @@ def cross_entropy(
 
 def _is_seen() -> bool:
     """True where somebody sees torch's operators, or transforms them."""
-    return is_watched() or is_transformed()
+    return bool(is_watched() or is_transformed())
 
 
 def _found(logits: Tensor, given: _Arguments) -> _Found | None:

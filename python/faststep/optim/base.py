@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -38,11 +38,6 @@ def number(value: float | Tensor) -> float:
     if type(value) is float:  # isinstance() with Tensor takes as long as all the rest
         return value
     return float(value.item() if isinstance(value, Tensor) else value)
-
-
-def _listed(params: Iterable[Tensor]) -> list[Tensor]:
-    """A group's parameters, which scripts may have replaced by those in another container."""
-    return params if type(params) is list else list(params)
 
 
 class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
@@ -186,7 +181,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if torch.compiler.is_compiling():
             self._step_uncompiled()
         else:
-            self._fused_step(self._request())
+            self._fused_step()
         return loss
 
     @classmethod
@@ -213,17 +208,22 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
-        self._fused_step(self._request(), self._steps_by_script())
+        self._fused_step(by_torch=self._steps_by_script())
 
     def _step_around_script(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else loss_of(closure)
-        self._fused_step(self._request(), by_torch=True)
+        self._fused_step(by_torch=True)
         return loss
 
-    def _fused_step(self, request: StepRequest, by_torch: bool = False) -> None:
+    def _fused_step(self, request: StepRequest | None = None, by_torch: bool = False) -> None:
+        if request is None:
+            request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
         refuse_shared(self)
         if request.max_norm is not None:
-            self._check_clipping(request.max_norm)
+            check_limit("max_grad_norm", request.max_norm)
+            if not self._norm_is_whole:
+                refuse_part(self)
+                self._norm_is_whole = True
         try:
             if by_torch or is_watched():
                 why = "in a TorchDispatchMode" if is_watched() else "with code of the script"
@@ -260,25 +260,17 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         self._note(answer)
         return not answer.skipped
 
-    def _request(self) -> StepRequest:
-        return request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
-
     def _is_asked_for_more(self) -> bool:
-        request = self._request()
+        request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
         asks = request.measures or not (request.grad_scale is request.found_inf is None)
         return asks or self._keeps_masters
-
-    def _check_clipping(self, max_norm: float) -> None:
-        """ValueError for a negative or NaN limit, RuntimeError for some of the parameters."""
-        check_limit("max_grad_norm", max_norm)
-        if not self._norm_is_whole:
-            refuse_part(self)
-            self._norm_is_whole = True
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
         learn_dtensors()
-        params = [_listed(group["params"]) for group in self.param_groups]
+        params = [group["params"] for group in self.param_groups]
+        if not all(type(some) is list for some in params):  # of a script, which has replaced one
+            params = [list(some) for some in params]
         plan_step = PlanStep(self, params, self._rules)
         if self._stepper is None:
             self._stepper = Stepper()
@@ -286,7 +278,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         stepper = self._stepper
         if stepper.devices != HOST_ONLY:
             self._check_capture()
-        if request.measures and self._is_divided_by_fsdp1():
+        if self._has_shards is not False and request.measures and self._is_divided_by_fsdp1():
             stepper.divide()
         return stepper.step(plan_step, request)
 
