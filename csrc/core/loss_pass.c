@@ -1,5 +1,7 @@
 #include "core/loss_pass.h"
 
+#include <math.h>
+
 #include "cpu/parallel.h"
 
 enum { GRAIN = 1 << 15 }; /* logits of the smallest part worth a thread: some 20 microseconds */
@@ -21,34 +23,26 @@ int fst_loss_has_classes(const fst_loss_batch *b)
     return 1;
 }
 
-static void run_forward(int64_t begin, int64_t end, void *batch)
+static void run(int64_t begin, int64_t end, void *batch)
 {
-    kernels->loss->forward(batch, begin, end);
+    kernels->loss(batch, begin, end);
 }
 
-static void run_backward(int64_t begin, int64_t end, void *batch)
-{
-    kernels->loss->backward(batch, begin, end);
-}
-
-fst_code fst_loss_forward(const fst_loss_batch *batch, double *total, double *weights,
-                          fst_status *status)
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *total, double *weights,
+                      fst_status *status)
 {
     fst_loss_batch b = *batch;
-    if (fst_parallel_for(b.rows, GRAIN / b.classes + 1, run_forward, &b, status))
-        return status->code;
     *total = *weights = 0.0;
-    for (int64_t row = 0; row < b.rows; row++) {
-        const int64_t target = fst_loss_target(&b, row);
+    for (int64_t row = 0; row < b.rows; row++)
+        *weights += fst_loss_weight(&b, fst_loss_target(&b, row));
+    b.factor = 1.0;
+    if (mean && *weights == 0.0)
+        b.factor = (double)INFINITY;
+    else if (mean && b.dtype != FST_F16)
+        b.factor = 1.0 / *weights;
+    if (fst_parallel_for(b.rows, GRAIN / b.classes + 1, run, &b, status))
+        return status->code;
+    for (int64_t row = 0; row < b.rows; row++)
         *total += (double)b.losses[row];
-        if (target != b.ignored)
-            *weights += b.weight ? (double)b.weight[target] : 1.0;
-    }
     return FST_OK;
-}
-
-fst_code fst_loss_backward(const fst_loss_batch *batch, fst_status *status)
-{
-    fst_loss_batch b = *batch;
-    return fst_parallel_for(b.rows, GRAIN / b.classes + 1, run_backward, &b, status);
 }

@@ -1,8 +1,8 @@
 /* Cross-entropy of rows of logits. Compiled once per instruction set, as kernels.isa.c.
  *
- * A row is read in strips that stay in the first-level cache. Forward keeps the largest logit so
- * far and the sum of exponentials relative to it. Sums take an element per lane in turn, fold the
- * lanes in halves, and add strips in double. */
+ * A row is read in strips that stay in the first-level cache. A first pass keeps the largest logit
+ * so far and the sum of exponentials relative to it. A second one writes the gradient. Sums take an
+ * element per lane in turn, fold the lanes in halves, and add strips in double. */
 #include "base/portable.h"
 #include "base/stream.h"
 #include "cpu/isa.h"
@@ -63,8 +63,8 @@ static double distance_of(size_t n, const float *x, float most)
     return sum;
 }
 
-LOOP void fst_loop_loss_grad(size_t n, float *restrict to, const float *restrict x, float most,
-                             float factor, float share)
+LOOP void fst_loop_loss_slope(size_t n, float *restrict to, const float *restrict x, float most,
+                              float factor, float share)
 {
     for (size_t i = 0; i < n; i += LANES)
         for (size_t j = 0; j < LANES; j++)
@@ -115,17 +115,16 @@ static float logit_at(const fst_loss_batch *b, int64_t row, int64_t at)
     return logit;
 }
 
-/* What a row counts. */
-static double weight_of(const fst_loss_batch *b, int64_t target)
-{
-    return target == b->ignored ? 0.0 : b->weight ? (double)b->weight[target] : 1.0;
-}
+/* What the gradient of a row needs: its largest logit, and the sum of e^(logit - most), which is
+ * NaN where one of them is. */
+typedef struct {
+    float most, sum;
+} found_row;
 
-/* Finds the row's largest logit and its sums; the loss follows from them. */
-static void forward_row(const fst_loss_batch *b, int64_t row)
+/* Finds these; the loss follows from them. */
+static found_row forward_row(const fst_loss_batch *b, int64_t row, int64_t target)
 {
     const size_t classes = (size_t)b->classes;
-    const int64_t target = fst_loss_target(b, row);
     float scratch[STRIP] ALIGNED, most = -INFINITY;
     double sum = 0.0, distance = 0.0; /* of all logits from 0, or from `most` once it is finite */
     for (size_t first = 0; first < classes; first += STRIP) {
@@ -145,16 +144,17 @@ static void forward_row(const fst_loss_batch *b, int64_t row)
             distance += distance_of(n, x, from);
     }
     const double log_sum = sum >= 1.0 ? fst_log(sum) : (double)NAN;
-    b->most[row] = most;
-    b->sum[row] = sum >= 1.0 ? (float)sum : NAN;
-    b->losses[row] = 0.0f;
+    const found_row row_found = {.most = most, .sum = sum >= 1.0 ? (float)sum : NAN};
+    b->losses[row] = b->likelihoods[row] = 0.0f;
     if (target == b->ignored)
-        return;
+        return row_found;
     const double from_target = log_sum - ((double)logit_at(b, row, target) - (double)most);
-    double loss = (1.0 - b->smoothing) * weight_of(b, target) * from_target;
+    double loss = (1.0 - b->smoothing) * fst_loss_weight(b, target) * from_target;
     if (b->smoothing != 0.0)
         loss += b->smoothing * (log_sum - distance / (double)classes);
     b->losses[row] = (float)loss;
+    b->likelihoods[row] = fst_softmax_exp((float)-from_target);
+    return row_found;
 }
 
 static void fill(const fst_loss_batch *b, char *to, float value)
@@ -169,25 +169,25 @@ static void fill(const fst_loss_batch *b, char *to, float value)
     }
 }
 
-static void backward_row(const fst_loss_batch *b, int64_t row, int streams)
+/* The row is in the second-level cache by now. */
+static void slope_row(const fst_loss_batch *b, int64_t row, int64_t target, found_row found,
+                      int streams)
 {
     const size_t classes = (size_t)b->classes, size = fst_dtype_size(b->dtype);
-    const int64_t target = fst_loss_target(b, row);
-    char *to = b->grad + (size_t)row * classes * size;
-    if (target == b->ignored || !(b->sum[row] >= 1.0f)) {
-        fill(b, to, b->sum[row] >= 1.0f ? 0.0f : NAN);
+    char *to = b->slope + (size_t)row * classes * size;
+    if (target == b->ignored || !(found.sum >= 1.0f)) {
+        fill(b, to, found.sum >= 1.0f ? 0.0f : NAN);
         return;
     }
-    const double grad = (double)b->grad_losses[row * b->grad_stride] * b->factor;
-    const double of_target = (1.0 - b->smoothing) * weight_of(b, target) * grad;
-    const double of_all = b->smoothing * grad;
-    const float factor = (float)((of_target + of_all) / (double)b->sum[row]);
+    const double of_target = (1.0 - b->smoothing) * fst_loss_weight(b, target) * b->factor;
+    const double of_all = b->smoothing * b->factor;
+    const float factor = (float)((of_target + of_all) / (double)found.sum);
     const float share = (float)(of_all / (double)classes);
     float scratch[STRIP] ALIGNED, out[STRIP] ALIGNED;
     for (size_t first = 0; first < classes; first += STRIP) {
         const size_t n = classes - first < STRIP ? classes - first : STRIP;
         const float *x = strip_of(b, row, first, n, scratch);
-        fst_loop_loss_grad(filled(n), out, x, b->most[row], factor, share);
+        fst_loop_loss_slope(filled(n), out, x, found.most, factor, share);
         if ((size_t)target - first < n)
             out[(size_t)target - first] -= (float)of_target;
         if (streams && b->dtype == FST_F32)
@@ -197,19 +197,15 @@ static void backward_row(const fst_loss_batch *b, int64_t row, int streams)
     }
 }
 
-static void forward(const fst_loss_batch *b, int64_t begin, int64_t end)
-{
-    for (int64_t row = begin; row < end; row++)
-        forward_row(b, row);
-}
-
-static void backward(const fst_loss_batch *b, int64_t begin, int64_t end)
+void FST_OF_ISA(fst_loss_rows)(const fst_loss_batch *b, int64_t begin, int64_t end)
 {
     const int streams = (double)b->rows * (double)b->classes * 4.0 >= (double)FST_STREAM_BYTES;
-    for (int64_t row = begin; row < end; row++)
-        backward_row(b, row, streams);
-    if (streams)
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t target = fst_loss_target(b, row); /* read once */
+        const found_row found = forward_row(b, row, target);
+        if (b->slope)
+            slope_row(b, row, target, found, streams);
+    }
+    if (streams && b->slope)
         fst_stream_end();
 }
-
-const fst_loss_loops FST_OF_ISA(fst_loss_loops) = {.forward = forward, .backward = backward};

@@ -1,4 +1,4 @@
-/* cross_entropy and cross_entropy_backward: read the tensors and run the pass. */
+/* cross_entropy: reads the tensors and runs the pass. */
 #include "core/loss_pass.h"
 
 #include "py/module.h"
@@ -41,10 +41,10 @@ static float *floats_of(fst_module *state, PyObject *object, int ndim, const int
     return view.data;
 }
 
-/* What forward and backward have in common. 0: torch's own function has to do it. */
+/* 0: torch's own function has to do it. */
 static int read_batch(fst_module *state, PyObject *const *tensors, fst_loss_batch *batch)
 {
-    fst_view target;
+    fst_view target, slope;
     if (!read_logits(state, tensors[0], batch) ||
         !is_read(state, tensors[1], FST_I64, 1, &target) || target.shape[0] != batch->rows)
         return 0;
@@ -55,71 +55,37 @@ static int read_batch(fst_module *state, PyObject *const *tensors, fst_loss_batc
         if (!batch->weight)
             return 0;
     }
-    const int64_t shape[] = {2, batch->rows};
-    batch->most = floats_of(state, tensors[3], 2, shape);
-    batch->sum = batch->most ? batch->most + batch->rows : NULL;
-    return (batch->most || !batch->rows) && fst_loss_has_classes(batch);
+    if (tensors[5] != Py_None) {
+        if (!is_read(state, tensors[5], (int)batch->dtype, 2, &slope) ||
+            !fst_view_is_packed(&slope) || slope.shape[0] != batch->rows ||
+            slope.shape[1] != batch->classes)
+            return 0;
+        batch->slope = slope.data;
+    }
+    batch->losses = floats_of(state, tensors[3], 1, &batch->rows);
+    batch->likelihoods = floats_of(state, tensors[4], 1, &batch->rows);
+    return ((batch->losses && batch->likelihoods) || !batch->rows) && fst_loss_has_classes(batch);
 }
 
-/* cross_entropy(logits, target, weight, rows, losses, ignored, smoothing): see _C.pyi. */
+/* cross_entropy(logits, target, weight, losses, likelihoods, slope, ignored, smoothing, mean): see
+ * _C.pyi. */
 PyObject *fst_py_cross_entropy(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    PyObject *tensors[4], *losses;
+    PyObject *tensors[6];
     fst_loss_batch batch = {0};
     fst_status status = {0};
     double total = 0.0, weights = 0.0;
     long long ignored;
-    if (!PyArg_ParseTuple(args, "OOOOOLd", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                          &losses, &ignored, &batch.smoothing))
+    int mean;
+    if (!PyArg_ParseTuple(args, "OOOOOOLdp", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
+                          &tensors[4], &tensors[5], &ignored, &batch.smoothing, &mean))
         return NULL;
     batch.ignored = ignored;
     if (!read_batch(state, tensors, &batch))
         return Py_NewRef(Py_None);
-    batch.losses = floats_of(state, losses, 1, &batch.rows);
-    if (!batch.losses && batch.rows)
-        return Py_NewRef(Py_None);
     Py_BEGIN_ALLOW_THREADS
-    fst_loss_forward(&batch, &total, &weights, &status);
+    fst_loss_run(&batch, mean, &total, &weights, &status);
     Py_END_ALLOW_THREADS
     return status.code ? fst_raise(&status) : Py_BuildValue("dd", total, weights);
-}
-
-/* Reads the gradient of all losses, one number, or one per row. */
-static int read_grad_losses(fst_module *state, PyObject *object, fst_loss_batch *batch)
-{
-    fst_view view;
-    if (is_read(state, object, FST_F32, 0, &view))
-        batch->grad_stride = 0;
-    else if (is_read(state, object, FST_F32, 1, &view) && view.shape[0] == batch->rows)
-        batch->grad_stride = view.strides[0];
-    else
-        return 0;
-    batch->grad_losses = view.data;
-    return 1;
-}
-
-/* cross_entropy_backward(logits, target, weight, rows, grad_losses, grad, ignored, smoothing,
- * factor): see _C.pyi. */
-PyObject *fst_py_cross_entropy_backward(PyObject *module, PyObject *args)
-{
-    fst_module *state = fst_module_state(module);
-    PyObject *tensors[4], *grad_losses, *grad;
-    fst_loss_batch batch = {0};
-    fst_status status = {0};
-    fst_view out;
-    long long ignored;
-    if (!PyArg_ParseTuple(args, "OOOOOOLdd", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                          &grad_losses, &grad, &ignored, &batch.smoothing, &batch.factor))
-        return NULL;
-    batch.ignored = ignored;
-    if (!read_batch(state, tensors, &batch) || !read_grad_losses(state, grad_losses, &batch) ||
-        !is_read(state, grad, (int)batch.dtype, 2, &out) || !fst_view_is_packed(&out) ||
-        out.shape[0] != batch.rows || out.shape[1] != batch.classes)
-        return Py_NewRef(Py_False);
-    batch.grad = out.data;
-    Py_BEGIN_ALLOW_THREADS
-    fst_loss_backward(&batch, &status);
-    Py_END_ALLOW_THREADS
-    return status.code ? fst_raise(&status) : Py_NewRef(Py_True);
 }

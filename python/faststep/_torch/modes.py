@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = [
     "TorchDispatchMode",
+    "is_batched",
     "is_transformed",
     "is_watched",
 ]
@@ -21,6 +22,11 @@ _mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", 
 def is_watched() -> bool:
     """True inside a TorchDispatchMode, which sees torch's operators and nothing that C does."""
     return _mode_depth() != 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """True for several gradients in one, of `torch.autograd.grad(..., is_grads_batched=True)`."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def is_transformed() -> bool:
