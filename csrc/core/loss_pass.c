@@ -1,8 +1,8 @@
 #include "core/loss_pass.h"
 
-#include <math.h>
-
 #include "cpu/parallel.h"
+#include "rules/cross_entropy.h"
+#include "rules/tree.h"
 
 enum { GRAIN = 1 << 15 }; /* logits of the smallest part worth a thread: some 20 microseconds */
 
@@ -28,21 +28,27 @@ static void run(int64_t begin, int64_t end, void *batch)
     kernels->loss(batch, begin, end);
 }
 
-fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *total, double *weights,
-                      fst_status *status)
+/* Adds up numbers of rows, by the tree of rules/tree.h. */
+static double folded(double *lanes)
+{
+    for (int64_t half = FST_LANES / 2; half; half /= 2)
+        for (int64_t j = 0; j < half; j++)
+            lanes[j] += lanes[half + j];
+    return lanes[0];
+}
+
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status)
 {
     fst_loss_batch b = *batch;
-    *total = *weights = 0.0;
+    double weights[FST_LANES] = {0.0}, losses[FST_LANES] = {0.0};
     for (int64_t row = 0; row < b.rows; row++)
-        *weights += fst_loss_weight(&b, fst_loss_target(&b, row));
-    b.factor = 1.0;
-    if (mean && *weights == 0.0)
-        b.factor = (double)INFINITY;
-    else if (mean && b.dtype != FST_F16)
-        b.factor = 1.0 / *weights;
+        weights[row % FST_LANES] += fst_loss_weight(&b, fst_loss_class(&b, row));
+    sums[1] = folded(weights);
+    b.factor = fst_loss_factor(mean, sums[1], b.dtype);
     if (fst_parallel_for(b.rows, GRAIN / b.classes + 1, run, &b, status))
         return status->code;
     for (int64_t row = 0; row < b.rows; row++)
-        *total += (double)b.losses[row];
+        losses[row % FST_LANES] += (double)b.losses[row];
+    sums[0] = folded(losses);
     return FST_OK;
 }

@@ -11,10 +11,8 @@ void fst_loss_use(const fst_cpu_kernels *kernels);
 /* Whether every target is ignored or a class. */
 int fst_loss_has_classes(const fst_loss_batch *batch);
 
-/* Fills `losses`, `likelihoods`, and `slope` if there is one. Adds up the losses and the weights of
- * the rows. The slope is that of the losses' sum, or with `mean` of their mean; in fp16, whose
- * range is small, this times the sum of the weights. `factor` is not read. */
-fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *total, double *weights,
-                      fst_status *status);
+/* Fills `losses`, `likelihoods`, `slope` if there is one, and `sums`: those of the losses and of
+ * the rows' weights. `factor` is not read: see fst_loss_factor (rules/cross_entropy.h). */
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status);
 
 #endif

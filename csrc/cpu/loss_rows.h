@@ -23,7 +23,7 @@ typedef struct {
 
 /* The class of a row, or `ignored`. Another thread may write targets after they were checked, so
  * the class is read once, and one that does not exist is ignored. */
-static inline int64_t fst_loss_target(const fst_loss_batch *b, int64_t row)
+static inline int64_t fst_loss_class(const fst_loss_batch *b, int64_t row)
 {
     const int64_t target = *(const volatile int64_t *)(b->target + row * b->target_stride);
     return target >= 0 && target < b->classes ? target : b->ignored;

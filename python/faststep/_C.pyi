@@ -170,20 +170,23 @@ def cross_entropy(
     losses: Tensor,
     likelihoods: Tensor,
     slope: Tensor | None,
+    sums: Tensor,
     ignored: int,
     smoothing: float,
     mean: bool,
     /,
-) -> tuple[float, float] | None:
+) -> bool:
     """Fill `losses` (N) with the cross-entropy of each row of `logits` (N, C).
 
     `target` is int64 (N), `weight` float32 (C), `losses` float32. `likelihoods` (N), float32, gets
     the softmax of each target. A row whose target is `ignored` has loss, likelihood and weight 0.
     `slope` (N, C), of the logits' dtype, gets the gradient of the sum of the losses; with `mean`
-    divided by the sum of the weights, unless it is float16, whose range is too small.
+    divided by the sum of the weights, unless it is float16, whose range is too small. `sums` (2),
+    float64, gets the sums of losses and weights. On a CUDA device nothing is waited for, and a
+    target that is no class makes its row NaN.
 
-    Returns the sum of the losses and that of the targets' weights; None if nothing was done: a
-    tensor is of another kind, shape or dtype, or not packed, or a target is not a class.
+    False if nothing was done: a tensor is of another kind, shape, dtype or device, or not packed,
+    or a target in CPU memory is not a class.
     """
 
 def device_accumulate(

@@ -305,6 +305,7 @@ def _of_loss(world: World) -> tuple[Any, ...]:
     dtype = logits.dtype if logits.dtype.is_floating_point else torch.float32
     slope = rng.choice((None, torch.empty(count, classes, dtype=dtype)))
     made = (logits, target, weight, torch.zeros(count), torch.zeros(count), slope)
+    made = (*made, torch.zeros(2, dtype=torch.float64))
     return tuple(one if one is None else world.track(one) for one in made)
 
 

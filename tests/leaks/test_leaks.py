@@ -177,10 +177,11 @@ def chunk_squares() -> Iterator[Case]:
 def cross_entropy() -> Iterator[Case]:
     logits, target, weight = torch.randn(4, 9), torch.arange(4), torch.ones(9)
     losses, likelihoods, slope = torch.empty(4), torch.empty(4), torch.empty(4, 9)
-    mine = [logits, target, weight, losses, likelihoods, slope]
+    sums = torch.empty(2, dtype=torch.float64)
+    mine = [logits, target, weight, losses, likelihoods, slope, sums]
     for last in (target, target.float(), target + 6):  # the latter two are torch's
         for out in (None, slope, slope.T):  # and the last one
-            given = (logits, last, weight, losses, likelihoods, out, -100, 0.0, True)
+            given = (logits, last, weight, losses, likelihoods, out, sums, -100, 0.0, True)
             yield lambda given=given: _C.cross_entropy(*given), [*mine, last]
     yield failing(_C.cross_entropy, *mine, "none", 0.0, True), mine
 

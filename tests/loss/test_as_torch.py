@@ -369,7 +369,7 @@ def test_gradients_are_tensors_of_their_own() -> None:
 
 
 def memory_of(work: Callable[[], Any]) -> tuple[int, int]:
-    """The most bytes that torch's CPU memory had beyond what it had before, and those at the end."""
+    """The most bytes of torch's CPU memory beyond those before, and those at the end."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as seen:

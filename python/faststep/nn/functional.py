@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn.functional import cross_entropy as _torchs
 from torch.overrides import has_torch_function
 
 from .. import _C
+from .._devices import has_kernels_for
 from .._torch.modes import is_batched, is_transformed, is_watched
 from .._torch.saved import are_hooked, is_free
 
@@ -37,8 +37,8 @@ class _Found(NamedTuple):
     loss: Tensor
     likelihoods: Tensor  # the softmax of each row's target
     slope: Tensor | None  # the gradient of the loss, or that divided by `left`; None: not asked for
-    factor: float  # of each row in `slope`
-    left: float
+    factor: float | Tensor  # of each row in `slope`
+    left: float | Tensor
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
             is_seen = torch.compiler.is_compiling() or _is_seen(by)
             if ctx.is_hooked or torch.is_grad_enabled() or is_seen or not is_free(slope):
                 grads.append((slope * by).to(slope.dtype))
-            elif by.ndim or by.item() != 1:
+            elif by.ndim or by.is_cuda or by.item() != 1:  # which waits for a device
                 grads.append(slope.detach().mul_(by))
             else:
                 grads.append(slope.detach())
@@ -76,19 +76,24 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _curved(
-    slope: Tensor, likelihoods: Tensor, by: Tensor, given: _Arguments, factor: float
+    slope: Tensor,
+    likelihoods: Tensor,
+    by: Tensor,
+    given: _Arguments,
+    factor: float | Tensor,
 ) -> Tensor:
     """The product of the derivative of the slope, a symmetric matrix per row, and a tensor."""
     target, weight, ignored, _, smoothing = given
     counts = target != ignored
     classes = target.where(counts, 0).unsqueeze(1)
-    of_target = counts * (factor * (1 - smoothing))
+    of_all = torch.where(counts, factor, 0.0)
+    of_target = of_all * (1 - smoothing)
     if weight is not None:
         of_target = of_target * weight[classes.squeeze(1)]
-    share = counts.unsqueeze(1) * (factor * smoothing / slope.shape[1])
+    share = (of_all * (smoothing / slope.shape[1])).unsqueeze(1)
     softmax = (slope.float() + share).scatter_add(1, classes, of_target.unsqueeze(1))
     # The slope of the target, rounded to 16 bits, has lost a softmax that is small.
-    right = (likelihoods * (of_target + counts * (factor * smoothing))).unsqueeze(1)
+    right = (likelihoods * (of_target + of_all * smoothing)).unsqueeze(1)
     lost = (right - softmax.gather(1, classes)).detach()
     softmax = softmax.scatter_add(1, classes, lost)
     product, total = softmax * by, softmax.sum(1, keepdim=True)
@@ -113,11 +118,11 @@ def cross_entropy(
     result has the same bits for every number of threads and instruction set. It differs from
     torch's in the last bits.
 
-    C computes it for at least 2^18 logits (N, C) of 1024 classes or more in float32, bfloat16 or
-    float16 in CPU memory, whose rows are contiguous, and a target (N) of int64; with class weights
-    only in float32 or under autocast, and without label smoothing. torch's own function computes
-    all else, with its results and errors: class probabilities as a target, other shapes, dtypes and
-    devices (CUDA too), subclasses, modes, torch.compile, tracing, `torch.func`, and forward-mode
+    C or a CUDA kernel computes it for at least 2^18 logits (N, C) of 1024 classes or more in
+    float32, bfloat16 or float16, whose rows are contiguous, and a target (N) of int64; with class
+    weights only in float32 or under autocast, and without label smoothing. torch's own function
+    computes all else, with its results and errors: class probabilities as a target, other shapes,
+    dtypes and devices, subclasses, modes, torch.compile, tracing, `torch.func`, and forward-mode
     differentiation.
 
     Args:
@@ -156,7 +161,7 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
         has_torch_function(tensors)
         or not isinstance(logits, Tensor)
         or _is_seen(logits)
-        or logits.device.type != "cpu"
+        or not (logits.is_cpu or (logits.is_cuda and has_kernels_for(logits)))
         or logits.ndim != 2
         or logits.shape[1] < _CLASSES
         or logits.numel() < _LOGITS
@@ -167,31 +172,27 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
         or not 0 <= smoothing <= 1
     ):
         return None
-    is_cast = torch.is_autocast_enabled("cpu")
+    is_cast = torch.is_autocast_enabled(logits.device.type)
     dtype = torch.float32 if is_cast else logits.dtype
     if weight is not None and (weight.requires_grad or dtype != torch.float32 or smoothing):
         return None
-    losses, likelihoods = (
-        torch.empty(len(logits), dtype=torch.float32, device="cpu") for _ in range(2)
-    )
+    count, device = len(logits), logits.device
+    losses, likelihoods = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    sums = torch.empty(2, dtype=torch.float64, device=device)
     slope = None
     if torch.is_grad_enabled() and logits.requires_grad:
-        slope = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
-    is_mean = reduction == "mean"
-    sums = _C.cross_entropy(
-        logits, target, weight, losses, likelihoods, slope, ignored, smoothing, is_mean
-    )
-    if sums is None:
+        slope = torch.empty(logits.shape, dtype=logits.dtype, device=device)
+    is_mean, rows = reduction == "mean", (losses, likelihoods)
+    if not _C.cross_entropy(
+        logits, target, weight, *rows, slope, sums, ignored, smoothing, is_mean
+    ):
         return None
     if reduction == "none":
         return _Found(losses.to(dtype), likelihoods, slope, 1.0, 1.0)
-    total, weights = sums
-    factor = left = 1.0
-    if is_mean and not weights:
-        factor, total = math.inf, total * math.inf
-    elif is_mean:
-        factor, total = 1.0 / weights, total / weights
-        if logits.dtype == torch.float16:
-            factor, left = left, factor
-    loss = torch.tensor(total, dtype=dtype, device="cpu")
-    return _Found(loss, likelihoods, slope, factor, left)
+    total, weights = sums.unbind()
+    if not is_mean:
+        return _Found(total.to(dtype), likelihoods, slope, 1.0, 1.0)
+    loss, factor = (total / weights).to(dtype), (1 / weights).float()
+    if logits.dtype == torch.float16:
+        return _Found(loss, likelihoods, slope, 1.0, factor.where(weights != 0, 1))
+    return _Found(loss, likelihoods, slope, factor, 1.0)
