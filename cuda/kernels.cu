@@ -7,6 +7,7 @@
 #include "all_types.h"
 #include "fold_sums.h"
 #include "image_kernel.h"
+#include "loss_kernel.h"
 #include "quick_math.h"
 
 enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };

@@ -36,7 +36,7 @@ needs_nvcc = pytest.mark.skipif(not NVCC, reason="nvcc is not installed")
 KERNELS = {
     *("fst_begin", "fst_update", "fst_unscale", "fst_norm"),
     *("fst_scale", "fst_clamp", "fst_accumulate", "fst_loss_scale"),
-    *("fst_image", "fst_image_smooth"),
+    *("fst_image", "fst_image_smooth", "fst_cross_entropy"),
 }
 # What the assembler says of a kernel.
 ENTRY = re.compile(

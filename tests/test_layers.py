@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "_devices": {"_C"},
     "memory": {"_C"},
     "grads": {*TORCH, "_devices"},
-    "nn": {*TORCH},
+    "nn": {*TORCH, "_devices"},
     "optim": {*TORCH, "_devices", "grads"},
     "clip": {*TORCH, "_devices", "grads"},
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},

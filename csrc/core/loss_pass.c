@@ -1,6 +1,8 @@
 #include "core/loss_pass.h"
 
 #include "cpu/parallel.h"
+#include "rules/cross_entropy.h"
+#include "rules/tree.h"
 
 enum { GRAIN = 1 << 15 }; /* logits of the smallest part worth a thread: some 20 microseconds */
 
@@ -21,34 +23,32 @@ int fst_loss_has_classes(const fst_loss_batch *b)
     return 1;
 }
 
-static void run_forward(int64_t begin, int64_t end, void *batch)
+static void run(int64_t begin, int64_t end, void *batch)
 {
-    kernels->loss->forward(batch, begin, end);
+    kernels->loss(batch, begin, end);
 }
 
-static void run_backward(int64_t begin, int64_t end, void *batch)
+/* Adds up numbers of rows, by the tree of rules/tree.h. */
+static double folded(double *lanes)
 {
-    kernels->loss->backward(batch, begin, end);
+    for (int64_t half = FST_LANES / 2; half; half /= 2)
+        for (int64_t j = 0; j < half; j++)
+            lanes[j] += lanes[half + j];
+    return lanes[0];
 }
 
-fst_code fst_loss_forward(const fst_loss_batch *batch, double *total, double *weights,
-                          fst_status *status)
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status)
 {
     fst_loss_batch b = *batch;
-    if (fst_parallel_for(b.rows, GRAIN / b.classes + 1, run_forward, &b, status))
+    double weights[FST_LANES] = {0.0}, losses[FST_LANES] = {0.0};
+    for (int64_t row = 0; row < b.rows; row++)
+        weights[row % FST_LANES] += fst_loss_weight(&b, fst_loss_class(&b, row));
+    sums[1] = folded(weights);
+    b.factor = fst_loss_factor(mean, sums[1], b.dtype);
+    if (fst_parallel_for(b.rows, GRAIN / b.classes + 1, run, &b, status))
         return status->code;
-    *total = *weights = 0.0;
-    for (int64_t row = 0; row < b.rows; row++) {
-        const int64_t target = fst_loss_target(&b, row);
-        *total += (double)b.losses[row];
-        if (target != b.ignored)
-            *weights += b.weight ? (double)b.weight[target] : 1.0;
-    }
+    for (int64_t row = 0; row < b.rows; row++)
+        losses[row % FST_LANES] += (double)b.losses[row];
+    sums[0] = folded(losses);
     return FST_OK;
-}
-
-fst_code fst_loss_backward(const fst_loss_batch *batch, fst_status *status)
-{
-    fst_loss_batch b = *batch;
-    return fst_parallel_for(b.rows, GRAIN / b.classes + 1, run_backward, &b, status);
 }

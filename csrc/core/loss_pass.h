@@ -11,11 +11,8 @@ void fst_loss_use(const fst_cpu_kernels *kernels);
 /* Whether every target is ignored or a class. */
 int fst_loss_has_classes(const fst_loss_batch *batch);
 
-/* Fills `losses`, `most` and `sum`. Adds up the losses and the weights of the rows that count. */
-fst_code fst_loss_forward(const fst_loss_batch *batch, double *total, double *weights,
-                          fst_status *status);
-
-/* Fills `grad`, from what forward has found. */
-fst_code fst_loss_backward(const fst_loss_batch *batch, fst_status *status);
+/* Fills `losses`, `likelihoods`, `slope` if there is one, and `sums`: those of the losses and of
+ * the rows' weights. `factor` is not read: see fst_loss_factor (rules/cross_entropy.h). */
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status);
 
 #endif

@@ -19,7 +19,7 @@ void FST_OF_ISA(fst_image_split)(size_t count, uint8_t *planes, const uint8_t *p
 void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
                             const char *restrict from, size_t first, size_t count);
 extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
-extern const fst_loss_loops FST_OF_ISA(fst_loss_loops);
+void FST_OF_ISA(fst_loss_rows)(const fst_loss_batch *batch, int64_t begin, int64_t end);
 extern const fst_factored_loops FST_OF_ISA(fst_factored_loops)[2];
 
 #endif

@@ -51,7 +51,7 @@ typedef struct {
     /* `count` pixels of three bytes each, to three planes one after another. */
     void (*split)(size_t count, uint8_t *planes, const uint8_t *pixels);
     const fst_widen_loops *widen;
-    const fst_loss_loops *loss;
+    fst_loss_fn *loss;
 } fst_cpu_kernels;
 
 extern const fst_cpu_kernels fst_cpu_kernels_base;

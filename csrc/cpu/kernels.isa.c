@@ -116,5 +116,5 @@ const fst_cpu_kernels FST_OF_ISA(fst_cpu_kernels) = {
     .image = FST_OF_ISA(fst_image_rows),
     .split = FST_OF_ISA(fst_image_split),
     .widen = &FST_OF_ISA(fst_widen_loops),
-    .loss = &FST_OF_ISA(fst_loss_loops),
+    .loss = FST_OF_ISA(fst_loss_rows),
 };

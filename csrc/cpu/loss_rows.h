@@ -13,29 +13,29 @@ typedef struct {
     fst_dtype dtype; /* not fp64 */
     const int64_t *target;
     int64_t target_stride;
-    int64_t ignored;          /* the target of rows that count nothing */
-    const float *weight;      /* one per class; NULL: all are 1 */
-    double smoothing;         /* the share of all classes in each target */
-    float *most, *sum;        /* per row: the largest logit, and the sum of e^(logit - most) */
-    float *losses;            /* of forward */
-    const float *grad_losses; /* of backward: each row's gradient, times `factor` */
-    int64_t grad_stride;
-    double factor;
-    char *grad; /* of the logits, row after row, in their dtype */
+    int64_t ignored;             /* the target of rows that count nothing */
+    const float *weight;         /* one per class; NULL: all are 1 */
+    double smoothing;            /* the share of all classes in each target */
+    float *losses, *likelihoods; /* of each row: that is the softmax of its target, or 0 */
+    char *slope;   /* the gradient of their sum, row after row, in the logits' dtype; or NULL */
+    double factor; /* of the slope */
 } fst_loss_batch;
 
 /* The class of a row, or `ignored`. Another thread may write targets after they were checked, so
  * the class is read once, and one that does not exist is ignored. */
-static inline int64_t fst_loss_target(const fst_loss_batch *b, int64_t row)
+static inline int64_t fst_loss_class(const fst_loss_batch *b, int64_t row)
 {
     const int64_t target = *(const volatile int64_t *)(b->target + row * b->target_stride);
     return target >= 0 && target < b->classes ? target : b->ignored;
 }
 
+/* What a row counts. */
+static inline double fst_loss_weight(const fst_loss_batch *b, int64_t target)
+{
+    return target == b->ignored ? 0.0 : b->weight ? (double)b->weight[target] : 1.0;
+}
+
 /* Rows [begin, end). Targets are checked before. */
-typedef struct {
-    void (*forward)(const fst_loss_batch *batch, int64_t begin, int64_t end);
-    void (*backward)(const fst_loss_batch *batch, int64_t begin, int64_t end);
-} fst_loss_loops;
+typedef void fst_loss_fn(const fst_loss_batch *batch, int64_t begin, int64_t end);
 
 #endif

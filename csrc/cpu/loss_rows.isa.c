@@ -1,16 +1,15 @@
 /* Cross-entropy of rows of logits. Compiled once per instruction set, as kernels.isa.c.
  *
- * A row is read in strips that stay in the first-level cache. Forward keeps the largest logit so
- * far and the sum of exponentials relative to it. Sums take an element per lane in turn, fold the
- * lanes in halves, and add strips in double. */
+ * A row is read in strips that stay in the first-level cache. A first pass keeps the largest logit
+ * so far and the sum of exponentials relative to it. A second one writes the gradient. */
 #include "base/portable.h"
 #include "base/stream.h"
 #include "cpu/isa.h"
-#include "rules/softmax.h"
+#include "rules/cross_entropy.h"
 
 #define ALIGNED __attribute__((aligned(64)))
 #define LOOP __attribute__((noinline)) static
-enum { LANES = 32, STRIP = 1024 };
+enum { LANES = FST_LOSS_LANES, STRIP = FST_LOSS_STRIP };
 
 static float folded(float *lanes)
 {
@@ -63,8 +62,8 @@ static double distance_of(size_t n, const float *x, float most)
     return sum;
 }
 
-LOOP void fst_loop_loss_grad(size_t n, float *restrict to, const float *restrict x, float most,
-                             float factor, float share)
+LOOP void fst_loop_loss_slope(size_t n, float *restrict to, const float *restrict x, float most,
+                              float factor, float share)
 {
     for (size_t i = 0; i < n; i += LANES)
         for (size_t j = 0; j < LANES; j++)
@@ -115,46 +114,22 @@ static float logit_at(const fst_loss_batch *b, int64_t row, int64_t at)
     return logit;
 }
 
-/* What a row counts. */
-static double weight_of(const fst_loss_batch *b, int64_t target)
-{
-    return target == b->ignored ? 0.0 : b->weight ? (double)b->weight[target] : 1.0;
-}
-
-/* Finds the row's largest logit and its sums; the loss follows from them. */
-static void forward_row(const fst_loss_batch *b, int64_t row)
+/* Adds up the row. */
+static fst_loss_row row_of(const fst_loss_batch *b, int64_t row)
 {
     const size_t classes = (size_t)b->classes;
-    const int64_t target = fst_loss_target(b, row);
-    float scratch[STRIP] ALIGNED, most = -INFINITY;
-    double sum = 0.0, distance = 0.0; /* of all logits from 0, or from `most` once it is finite */
+    fst_loss_row so_far = fst_loss_start();
+    float scratch[STRIP] ALIGNED;
     for (size_t first = 0; first < classes; first += STRIP) {
         const size_t n = classes - first < STRIP ? classes - first : STRIP;
         const float *x = strip_of(b, row, first, n, scratch);
-        const float before = most > -INFINITY ? most : 0.0f;
-        const float found = fst_loop_loss_max(filled(n), x);
-        const float now = found > most ? found : most;
-        const float from = now > -INFINITY ? now : 0.0f;
-        if (now > most) {
-            sum *= (double)fst_softmax_exp(most - now);
-            distance += (double)first * ((double)before - (double)from);
-        }
-        most = now;
-        sum += (double)fst_loop_loss_sum(filled(n), x, from);
-        if (b->smoothing != 0.0)
-            distance += distance_of(n, x, from);
+        const float most = fst_loop_loss_max(filled(n), x);
+        const float from = fst_loss_origin(fst_loss_larger(so_far.most, most));
+        const double sum = (double)fst_loop_loss_sum(filled(n), x, from);
+        const double distance = b->smoothing != 0.0 ? distance_of(n, x, from) : 0.0;
+        fst_loss_add(&so_far, most, sum, distance, (int64_t)first);
     }
-    const double log_sum = sum >= 1.0 ? fst_log(sum) : (double)NAN;
-    b->most[row] = most;
-    b->sum[row] = sum >= 1.0 ? (float)sum : NAN;
-    b->losses[row] = 0.0f;
-    if (target == b->ignored)
-        return;
-    const double from_target = log_sum - ((double)logit_at(b, row, target) - (double)most);
-    double loss = (1.0 - b->smoothing) * weight_of(b, target) * from_target;
-    if (b->smoothing != 0.0)
-        loss += b->smoothing * (log_sum - distance / (double)classes);
-    b->losses[row] = (float)loss;
+    return so_far;
 }
 
 static void fill(const fst_loss_batch *b, char *to, float value)
@@ -169,27 +144,23 @@ static void fill(const fst_loss_batch *b, char *to, float value)
     }
 }
 
-static void backward_row(const fst_loss_batch *b, int64_t row, int streams)
+/* The row is in the second-level cache by now. */
+static void slope_row(const fst_loss_batch *b, int64_t row, int64_t target, fst_loss_found found,
+                      int streams)
 {
     const size_t classes = (size_t)b->classes, size = fst_dtype_size(b->dtype);
-    const int64_t target = fst_loss_target(b, row);
-    char *to = b->grad + (size_t)row * classes * size;
-    if (target == b->ignored || !(b->sum[row] >= 1.0f)) {
-        fill(b, to, b->sum[row] >= 1.0f ? 0.0f : NAN);
+    char *to = b->slope + (size_t)row * classes * size;
+    if (target == b->ignored || !(found.factor == found.factor)) {
+        fill(b, to, found.factor);
         return;
     }
-    const double grad = (double)b->grad_losses[row * b->grad_stride] * b->factor;
-    const double of_target = (1.0 - b->smoothing) * weight_of(b, target) * grad;
-    const double of_all = b->smoothing * grad;
-    const float factor = (float)((of_target + of_all) / (double)b->sum[row]);
-    const float share = (float)(of_all / (double)classes);
     float scratch[STRIP] ALIGNED, out[STRIP] ALIGNED;
     for (size_t first = 0; first < classes; first += STRIP) {
         const size_t n = classes - first < STRIP ? classes - first : STRIP;
         const float *x = strip_of(b, row, first, n, scratch);
-        fst_loop_loss_grad(filled(n), out, x, b->most[row], factor, share);
+        fst_loop_loss_slope(filled(n), out, x, found.most, found.factor, found.share);
         if ((size_t)target - first < n)
-            out[(size_t)target - first] -= (float)of_target;
+            out[(size_t)target - first] -= found.of_target;
         if (streams && b->dtype == FST_F32)
             fst_stream_copy(to + first * size, (const char *)out, n * size);
         else
@@ -197,19 +168,29 @@ static void backward_row(const fst_loss_batch *b, int64_t row, int streams)
     }
 }
 
-static void forward(const fst_loss_batch *b, int64_t begin, int64_t end)
+static void run_row(const fst_loss_batch *b, int64_t row, int streams)
 {
-    for (int64_t row = begin; row < end; row++)
-        forward_row(b, row);
+    const int64_t target = fst_loss_class(b, row); /* read once */
+    const fst_loss_row so_far = row_of(b, row);
+    const int counts = target != b->ignored;
+    const fst_loss_target of_row = {.logit = counts ? logit_at(b, row, target) : 0.0f,
+                                    .weight = fst_loss_weight(b, target),
+                                    .counts = counts,
+                                    .smoothing = b->smoothing,
+                                    .factor = b->factor,
+                                    .classes = b->classes};
+    const fst_loss_found found = fst_loss_finish(&so_far, &of_row);
+    b->losses[row] = found.loss;
+    b->likelihoods[row] = found.likelihood;
+    if (b->slope)
+        slope_row(b, row, target, found, streams);
 }
 
-static void backward(const fst_loss_batch *b, int64_t begin, int64_t end)
+void FST_OF_ISA(fst_loss_rows)(const fst_loss_batch *b, int64_t begin, int64_t end)
 {
     const int streams = (double)b->rows * (double)b->classes * 4.0 >= (double)FST_STREAM_BYTES;
     for (int64_t row = begin; row < end; row++)
-        backward_row(b, row, streams);
-    if (streams)
+        run_row(b, row, streams);
+    if (streams && b->slope)
         fst_stream_end();
 }
-
-const fst_loss_loops FST_OF_ISA(fst_loss_loops) = {.forward = forward, .backward = backward};

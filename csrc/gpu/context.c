@@ -8,11 +8,17 @@
 #include "gpu/fatbin.h"
 
 static const char *const names[FST_KERNEL_COUNT] = {
-    [FST_KERNEL_BEGIN] = "fst_begin",           [FST_KERNEL_UPDATE] = "fst_update",
-    [FST_KERNEL_UNSCALE] = "fst_unscale",       [FST_KERNEL_NORM] = "fst_norm",
-    [FST_KERNEL_SCALE] = "fst_scale",           [FST_KERNEL_CLAMP] = "fst_clamp",
-    [FST_KERNEL_ACCUMULATE] = "fst_accumulate", [FST_KERNEL_LOSS_SCALE] = "fst_loss_scale",
-    [FST_KERNEL_IMAGE] = "fst_image",           [FST_KERNEL_IMAGE_SMOOTH] = "fst_image_smooth",
+    [FST_KERNEL_BEGIN] = "fst_begin",
+    [FST_KERNEL_UPDATE] = "fst_update",
+    [FST_KERNEL_UNSCALE] = "fst_unscale",
+    [FST_KERNEL_NORM] = "fst_norm",
+    [FST_KERNEL_SCALE] = "fst_scale",
+    [FST_KERNEL_CLAMP] = "fst_clamp",
+    [FST_KERNEL_ACCUMULATE] = "fst_accumulate",
+    [FST_KERNEL_LOSS_SCALE] = "fst_loss_scale",
+    [FST_KERNEL_IMAGE] = "fst_image",
+    [FST_KERNEL_IMAGE_SMOOTH] = "fst_image_smooth",
+    [FST_KERNEL_CROSS_ENTROPY] = "fst_cross_entropy",
 };
 
 static fst_gpu_device devices[FST_GPU_DEVICES];

@@ -176,6 +176,23 @@ fst_code fst_gpu_accumulate(fst_gpu_tables *tables, const fst_accumulate_launch 
                BY_ROUNDS, status);
 }
 
+fst_code fst_gpu_cross_entropy(int device, const fst_cross_entropy_launch *launch, void *stream,
+                               fst_status *status)
+{
+    fst_cross_entropy_launch args = *launch;
+    const fst_gpu_device *found = fst_gpu_device_get(device, status);
+    if (!found || fst_gpu_enter(found, status))
+        return status->code;
+    args.only_sums = !args.rows;
+    const fst_code failed = fst_gpu_launch(
+        found, FST_KERNEL_CROSS_ENTROPY, args.rows ? (size_t)args.rows : 1, stream, &args, status);
+    if (!failed && args.rows) {
+        args.only_sums = 1;
+        fst_gpu_launch(found, FST_KERNEL_CROSS_ENTROPY, 1, stream, &args, status);
+    }
+    return fst_gpu_leave(found, status);
+}
+
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
                             fst_status *status)
 {

@@ -29,6 +29,10 @@ fst_code fst_gpu_clamp(fst_gpu_tables *tables, const fst_clamp_launch *launch, f
 fst_code fst_gpu_accumulate(fst_gpu_tables *tables, const fst_accumulate_launch *launch,
                             fst_status *status);
 
+/* The cross-entropy of rows, and their sums: two launches, which need no tables. */
+fst_code fst_gpu_cross_entropy(int device, const fst_cross_entropy_launch *launch, void *stream,
+                               fst_status *status);
+
 /* The loss scale's update; needs no tables. */
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
                             fst_status *status);

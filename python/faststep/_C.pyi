@@ -167,37 +167,26 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    rows: Tensor,
     losses: Tensor,
+    likelihoods: Tensor,
+    slope: Tensor | None,
+    sums: Tensor,
     ignored: int,
     smoothing: float,
-    /,
-) -> tuple[float, float] | None:
-    """Fill `losses` (N) with the cross-entropy of each row of `logits` (N, C).
-
-    `target` is int64 (N), `weight` float32 (C). The sums that backward needs go to `rows` (2, N),
-    which is float32 as `losses` is. A row whose target is `ignored` has loss and weight 0.
-
-    Returns the sum of the losses and that of the targets' weights; None if nothing was done: a
-    tensor is of another kind, shape or dtype, or not packed, or a target is not a class.
-    """
-
-def cross_entropy_backward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    rows: Tensor,
-    grad_losses: Tensor,
-    grad: Tensor,
-    ignored: int,
-    smoothing: float,
-    factor: float,
+    mean: bool,
     /,
 ) -> bool:
-    """Fill `grad` with the gradient of `logits`, after `cross_entropy` of the same arguments.
+    """Fill `losses` (N) with the cross-entropy of each row of `logits` (N, C).
 
-    `grad_losses` is float32, one number or one per row, and multiplied by `factor`. False: nothing
-    was done, as in `cross_entropy`.
+    `target` is int64 (N), `weight` float32 (C), `losses` float32. `likelihoods` (N), float32, gets
+    the softmax of each target. A row whose target is `ignored` has loss, likelihood and weight 0.
+    `slope` (N, C), of the logits' dtype, gets the gradient of the sum of the losses; with `mean`
+    divided by the sum of the weights, unless it is float16, whose range is too small. `sums` (2),
+    float64, gets the sums of losses and weights. On a CUDA device nothing is waited for, and a
+    target that is no class makes its row NaN.
+
+    False if nothing was done: a tensor is of another kind, shape, dtype or device, or not packed,
+    or a target in CPU memory is not a class.
     """
 
 def device_accumulate(

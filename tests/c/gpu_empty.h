@@ -19,6 +19,7 @@ static const fake_cuda_kernel kernels[] = {
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
     {"fst_image", sizeof(fst_image_batch), NULL, NULL},
     {"fst_image_smooth", sizeof(fst_image_batch), NULL, NULL},
+    {"fst_cross_entropy", sizeof(fst_cross_entropy_launch), NULL, NULL},
 };
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };

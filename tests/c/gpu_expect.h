@@ -235,6 +235,17 @@ static int run_image(const fake_cuda_kernel *self, unsigned grid, unsigned block
     return 0;
 }
 
+static int run_cross_entropy(const fake_cuda_kernel *self, unsigned grid, unsigned block,
+                             const void *args)
+{
+    const fst_cross_entropy_launch *launch = args;
+    CHECK(block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_cross_entropy"));
+    CHECK(launch->only_sums ? grid == 1 : grid <= launch->rows);
+    CHECK(fake_cuda_holds(launch->sums, 2 * sizeof(double)));
+    kernels_ran++;
+    return 0;
+}
+
 static const fake_cuda_kernel test_kernels[] = {
     {"fst_begin", sizeof(fst_begin_launch), run_begin, NULL},
     {"fst_update", sizeof(fst_update_launch), run_update, NULL},
@@ -246,6 +257,7 @@ static const fake_cuda_kernel test_kernels[] = {
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale, NULL},
     {"fst_image", sizeof(fst_image_batch), run_image, NULL},
     {"fst_image_smooth", sizeof(fst_image_batch), run_image, NULL},
+    {"fst_cross_entropy", sizeof(fst_cross_entropy_launch), run_cross_entropy, NULL},
 };
 
 static inline void use_test_kernels(void)

@@ -14,9 +14,10 @@ static int simulate(const fake_cuda_kernel *self, unsigned grid, unsigned block,
 
 __attribute__((constructor)) static void use_simulator(void)
 {
-    static const char *const names[] = {
-        "fst_begin", "fst_update",     "fst_unscale",    "fst_norm",  "fst_scale",
-        "fst_clamp", "fst_accumulate", "fst_loss_scale", "fst_image", "fst_image_smooth"};
+    static const char *const names[] = {"fst_begin",        "fst_update",       "fst_unscale",
+                                        "fst_norm",         "fst_scale",        "fst_clamp",
+                                        "fst_accumulate",   "fst_loss_scale",   "fst_image",
+                                        "fst_image_smooth", "fst_cross_entropy"};
     enum { COUNT = sizeof names / sizeof names[0] };
     static fake_cuda_kernel kernels[COUNT];
     for (size_t i = 0; i < COUNT; i++) {

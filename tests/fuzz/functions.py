@@ -295,7 +295,7 @@ def update_scale(world: World) -> None:
 
 
 def _of_loss(world: World) -> tuple[Any, ...]:
-    """Logits, targets, weights, and memory for rows and gradients; now and then wrong ones."""
+    """Logits, targets, weights, and memory for losses and a gradient; now and then wrong ones."""
     rng = world.rng
     count, classes = rng.choice((0, 1, 3, 40)), rng.choice((0, 1, 2, 17, 1000))
     logits = packed(rng, (count, classes)) if world.chance(0.9) else any_tensor(rng)
@@ -303,27 +303,19 @@ def _of_loss(world: World) -> tuple[Any, ...]:
     target = torch.tensor([rng.randrange(below) for _ in range(count)], dtype=torch.int64)
     weight = rng.choice((None, torch.ones(classes), torch.ones(classes + 1)))
     dtype = logits.dtype if logits.dtype.is_floating_point else torch.float32
-    grad = torch.empty(count, classes, dtype=dtype)
-    made = (logits, target, weight, torch.zeros(2, count), grad)
+    slope = rng.choice((None, torch.empty(count, classes, dtype=dtype)))
+    made = (logits, target, weight, torch.zeros(count), torch.zeros(count), slope)
+    made = (*made, torch.zeros(2, dtype=torch.float64))
     return tuple(one if one is None else world.track(one) for one in made)
 
 
 def cross_entropy(world: World) -> None:
-    *tensors, rows, _ = _of_loss(world)
-    losses = world.track(torch.zeros(rows.shape[1]))
-    numbers = world.rng.choice((-100, 0, 1, -(2**63))), world.rng.choice((0.0, 0.1, 1.0, math.nan))
-    args, _ = maybe_bad(world, (*tensors, rows, losses, *numbers))
-    kept = [one for one in tensors if one is not None]
+    given = _of_loss(world)
+    rng = world.rng
+    numbers = rng.choice((-100, 0, 1, -(2**63))), rng.choice((0.0, 0.1, 1.0, math.nan))
+    args, _ = maybe_bad(world, (*given, *numbers, rng.choice((False, True))))
+    kept = [one for one in given[:3] if one is not None]
     world.call("cross_entropy", _C.cross_entropy, args, kept=kept)
-
-
-def cross_entropy_backward(world: World) -> None:
-    *tensors, rows, grad = _of_loss(world)
-    of_losses = world.track(torch.ones(world.rng.choice(((), (rows.shape[1],), (2,)))))
-    numbers = world.rng.choice((-100, 0)), world.rng.choice((0.0, 0.1)), world.rng.choice(FACTORS)
-    args, _ = maybe_bad(world, (*tensors, rows, of_losses, grad, *numbers))
-    kept = [one for one in tensors if one is not None]
-    world.call("cross_entropy_backward", _C.cross_entropy_backward, args, kept=kept)
 
 
 def on_device(name: str, *extra: Callable[[World], Any]) -> Target:
@@ -442,7 +434,6 @@ FUNCTIONS: dict[str, Target] = {
     "collect_grads": collect_grads,
     "cpu_info": no_arguments("cpu_info"),
     "cross_entropy": cross_entropy,
-    "cross_entropy_backward": cross_entropy_backward,
     "device_accumulate": lambda world: accumulate(world, "device_accumulate"),
     "device_chunk_squares": on_device("device_chunk_squares", _scalar, _sums, _scalar),
     "device_clamp": on_device("device_clamp", _number),

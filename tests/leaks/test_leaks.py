@@ -176,23 +176,14 @@ def chunk_squares() -> Iterator[Case]:
 
 def cross_entropy() -> Iterator[Case]:
     logits, target, weight = torch.randn(4, 9), torch.arange(4), torch.ones(9)
-    rows, losses = torch.empty(2, 4), torch.empty(4)
-    mine = [logits, target, weight, rows, losses]
+    losses, likelihoods, slope = torch.empty(4), torch.empty(4), torch.empty(4, 9)
+    sums = torch.empty(2, dtype=torch.float64)
+    mine = [logits, target, weight, losses, likelihoods, slope, sums]
     for last in (target, target.float(), target + 6):  # the latter two are torch's
-        given = (logits, last, weight, rows, losses, -100, 0.0)
-        yield lambda given=given: _C.cross_entropy(*given), [*mine, last]
-    yield failing(_C.cross_entropy, logits, target, weight, rows, losses, "none", 0.0), mine
-
-
-def cross_entropy_backward() -> Iterator[Case]:
-    logits, target, rows = torch.randn(4, 9), torch.arange(4), torch.empty(2, 4)
-    _C.cross_entropy(logits, target, None, rows, torch.empty(4), -100, 0.0)
-    one, grad = torch.ones(()), torch.empty(4, 9)
-    mine = [logits, target, rows, one, grad]
-    for out in (grad, grad.T):  # the latter is torch's
-        given = (logits, target, None, rows, one, out, -100, 0.0, 1.0)
-        yield lambda given=given: _C.cross_entropy_backward(*given), [*mine, out]
-    yield failing(_C.cross_entropy_backward, logits, target, None, rows, one), mine
+        for out in (None, slope, slope.T):  # and the last one
+            given = (logits, last, weight, losses, likelihoods, out, sums, -100, 0.0, True)
+            yield lambda given=given: _C.cross_entropy(*given), [*mine, last]
+    yield failing(_C.cross_entropy, *mine, "none", 0.0, True), mine
 
 
 def _last_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -751,7 +742,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "cpu_info": lambda: iter([(_C.cpu_info, [])]),
     "crc32c": crc32c,
     "cross_entropy": cross_entropy,
-    "cross_entropy_backward": cross_entropy_backward,
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
     "end_retaining": lambda: iter([(_C.end_retaining, [])]),

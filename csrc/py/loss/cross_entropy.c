@@ -1,39 +1,49 @@
-/* cross_entropy and cross_entropy_backward: read the tensors and run the pass. */
+/* cross_entropy: reads the tensors and runs the pass. */
 #include "core/loss_pass.h"
+#include "gpu/launch.h"
 
 #include "py/module.h"
 
-/* A tensor in CPU memory of this type (also FST_I64), with these dimensions. 0: it is not, or it
+/* A tensor of this type (also FST_I64) and device, with these dimensions. 0: it is not, or it
  * cannot be read. */
-static int is_read(fst_module *state, PyObject *object, int dtype, int ndim, fst_view *view)
+static int is_read(fst_module *state, PyObject *object, int dtype, int device, int ndim,
+                   fst_view *view)
 {
     fst_problem problem;
-    return fst_tensor_is_plain(&state->tensors, object) &&
-           !fst_tensor_counter(&state->tensors, object, view, &problem) && !view->negated &&
-           view->device == FST_HOST && (int)view->dtype == dtype && view->ndim == ndim;
+    return !fst_tensor_counter(&state->tensors, object, view, &problem) && !view->negated &&
+           view->device == device && (int)view->dtype == dtype && view->ndim == ndim;
 }
 
-static int read_logits(fst_module *state, PyObject *object, fst_loss_batch *batch)
+/* What the tensors of a call have in common with the logits. */
+typedef struct {
+    fst_module *state;
+    int device;
+    fst_loss_batch batch;
+    double *sums;
+} call;
+
+static int read_logits(call *it, PyObject *object)
 {
     fst_view view;
-    const int dtypes[] = {FST_F32, FST_BF16, FST_F16};
-    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
-        if (is_read(state, object, dtypes[i], 2, &view)) {
-            batch->logits = view.data;
-            batch->dtype = view.dtype;
-            batch->rows = view.shape[0];
-            batch->classes = view.shape[1];
-            batch->stride = view.strides[0];
-            return batch->classes > 0 && (batch->classes == 1 || view.strides[1] == 1);
-        }
-    return 0;
+    fst_problem problem;
+    fst_loss_batch *batch = &it->batch;
+    if (fst_tensor_view(&it->state->tensors, object, &view, &problem) || view.negated ||
+        view.dtype == FST_F64 || view.ndim != 2)
+        return 0;
+    it->device = view.device;
+    batch->logits = view.data;
+    batch->dtype = view.dtype;
+    batch->rows = view.shape[0];
+    batch->classes = view.shape[1];
+    batch->stride = view.strides[0];
+    return batch->classes > 0 && (batch->classes == 1 || view.strides[1] == 1);
 }
 
-/* A contiguous fp32 tensor of this shape. */
-static float *floats_of(fst_module *state, PyObject *object, int ndim, const int64_t *shape)
+/* A packed tensor of this type and shape. */
+static void *packed(const call *it, PyObject *object, int dtype, int ndim, const int64_t *shape)
 {
     fst_view view;
-    if (!is_read(state, object, FST_F32, ndim, &view) || !fst_view_is_packed(&view))
+    if (!is_read(it->state, object, dtype, it->device, ndim, &view) || !fst_view_is_packed(&view))
         return NULL;
     for (int d = 0; d < ndim; d++)
         if (view.shape[d] != shape[d])
@@ -41,85 +51,95 @@ static float *floats_of(fst_module *state, PyObject *object, int ndim, const int
     return view.data;
 }
 
-/* What forward and backward have in common. 0: torch's own function has to do it. */
-static int read_batch(fst_module *state, PyObject *const *tensors, fst_loss_batch *batch)
+/* Of logits, target, weight, losses, likelihoods, slope and sums. 0: torch's own function has to do
+ * it. */
+static int read_call(call *it, PyObject *const *tensors)
 {
     fst_view target;
-    if (!read_logits(state, tensors[0], batch) ||
-        !is_read(state, tensors[1], FST_I64, 1, &target) || target.shape[0] != batch->rows)
+    fst_loss_batch *batch = &it->batch;
+    if (!read_logits(it, tensors[0]) ||
+        !is_read(it->state, tensors[1], FST_I64, it->device, 1, &target) ||
+        target.shape[0] != batch->rows)
         return 0;
+    const int64_t shape[] = {batch->rows, batch->classes}, two = 2;
     batch->target = target.data;
     batch->target_stride = target.strides[0];
+    batch->losses = packed(it, tensors[3], FST_F32, 1, shape);
+    batch->likelihoods = packed(it, tensors[4], FST_F32, 1, shape);
+    it->sums = packed(it, tensors[6], FST_F64, 1, &two);
+    if (!it->sums || (batch->rows && (!batch->losses || !batch->likelihoods)))
+        return 0;
     if (tensors[2] != Py_None) {
-        batch->weight = floats_of(state, tensors[2], 1, &batch->classes);
+        batch->weight = packed(it, tensors[2], FST_F32, 1, &batch->classes);
         if (!batch->weight)
             return 0;
     }
-    const int64_t shape[] = {2, batch->rows};
-    batch->most = floats_of(state, tensors[3], 2, shape);
-    batch->sum = batch->most ? batch->most + batch->rows : NULL;
-    return (batch->most || !batch->rows) && fst_loss_has_classes(batch);
+    if (tensors[5] != Py_None) {
+        batch->slope = packed(it, tensors[5], (int)batch->dtype, 2, shape);
+        if (!batch->slope && batch->rows)
+            return 0;
+    }
+    return it->device == FST_HOST ? fst_loss_has_classes(batch) : batch->rows <= INT32_MAX;
 }
 
-/* cross_entropy(logits, target, weight, rows, losses, ignored, smoothing): see _C.pyi. */
+static uint64_t address(const void *memory)
+{
+    return (uint64_t)(uintptr_t)memory;
+}
+
+/* On torch's current stream. A device's targets cannot be checked without waiting for it. */
+static PyObject *on_device(const call *it, PyObject *logits, int mean)
+{
+    const fst_loss_batch *batch = &it->batch;
+    const fst_cross_entropy_launch launch = {.logits = address(batch->logits),
+                                             .target = address(batch->target),
+                                             .weight = address(batch->weight),
+                                             .losses = address(batch->losses),
+                                             .likelihoods = address(batch->likelihoods),
+                                             .slope = address(batch->slope),
+                                             .sums = address(it->sums),
+                                             .rows = batch->rows,
+                                             .classes = batch->classes,
+                                             .stride = batch->stride,
+                                             .target_stride = batch->target_stride,
+                                             .ignored = batch->ignored,
+                                             .smoothing = batch->smoothing,
+                                             .dtype = (int32_t)batch->dtype,
+                                             .mean = mean};
+    fst_status status = {0};
+    fst_problem problem;
+    void *stream;
+    if (fst_tensor_stream(&it->state->tensors, logits, it->device, &stream, &problem)) {
+        PyErr_Format(PyExc_RuntimeError, "logits %s", problem.detail);
+        return NULL;
+    }
+    if (fst_gpu_cross_entropy(it->device, &launch, stream, &status))
+        return fst_raise(&status);
+    return Py_NewRef(Py_True);
+}
+
+/* cross_entropy(logits, target, weight, losses, likelihoods, slope, sums, ignored, smoothing,
+ * mean): see _C.pyi. */
 PyObject *fst_py_cross_entropy(PyObject *module, PyObject *args)
 {
-    fst_module *state = fst_module_state(module);
-    PyObject *tensors[4], *losses;
-    fst_loss_batch batch = {0};
+    call it = {.state = fst_module_state(module)};
+    PyObject *tensors[7];
     fst_status status = {0};
-    double total = 0.0, weights = 0.0;
     long long ignored;
-    if (!PyArg_ParseTuple(args, "OOOOOLd", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                          &losses, &ignored, &batch.smoothing))
+    int mean;
+    if (!PyArg_ParseTuple(args, "OOOOOOOLdp", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
+                          &tensors[4], &tensors[5], &tensors[6], &ignored, &it.batch.smoothing,
+                          &mean))
         return NULL;
-    batch.ignored = ignored;
-    if (!read_batch(state, tensors, &batch))
-        return Py_NewRef(Py_None);
-    batch.losses = floats_of(state, losses, 1, &batch.rows);
-    if (!batch.losses && batch.rows)
-        return Py_NewRef(Py_None);
-    Py_BEGIN_ALLOW_THREADS
-    fst_loss_forward(&batch, &total, &weights, &status);
-    Py_END_ALLOW_THREADS
-    return status.code ? fst_raise(&status) : Py_BuildValue("dd", total, weights);
-}
-
-/* Reads the gradient of all losses, one number, or one per row. */
-static int read_grad_losses(fst_module *state, PyObject *object, fst_loss_batch *batch)
-{
-    fst_view view;
-    if (is_read(state, object, FST_F32, 0, &view))
-        batch->grad_stride = 0;
-    else if (is_read(state, object, FST_F32, 1, &view) && view.shape[0] == batch->rows)
-        batch->grad_stride = view.strides[0];
-    else
-        return 0;
-    batch->grad_losses = view.data;
-    return 1;
-}
-
-/* cross_entropy_backward(logits, target, weight, rows, grad_losses, grad, ignored, smoothing,
- * factor): see _C.pyi. */
-PyObject *fst_py_cross_entropy_backward(PyObject *module, PyObject *args)
-{
-    fst_module *state = fst_module_state(module);
-    PyObject *tensors[4], *grad_losses, *grad;
-    fst_loss_batch batch = {0};
-    fst_status status = {0};
-    fst_view out;
-    long long ignored;
-    if (!PyArg_ParseTuple(args, "OOOOOOLdd", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                          &grad_losses, &grad, &ignored, &batch.smoothing, &batch.factor))
-        return NULL;
-    batch.ignored = ignored;
-    if (!read_batch(state, tensors, &batch) || !read_grad_losses(state, grad_losses, &batch) ||
-        !is_read(state, grad, (int)batch.dtype, 2, &out) || !fst_view_is_packed(&out) ||
-        out.shape[0] != batch.rows || out.shape[1] != batch.classes)
+    it.batch.ignored = ignored;
+    for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
+        fst_tensors_learn(&it.state->tensors, tensors[i]);
+    if (!read_call(&it, tensors))
         return Py_NewRef(Py_False);
-    batch.grad = out.data;
+    if (it.device != FST_HOST)
+        return on_device(&it, tensors[0], mean);
     Py_BEGIN_ALLOW_THREADS
-    fst_loss_backward(&batch, &status);
+    fst_loss_run(&it.batch, mean, it.sums, &status);
     Py_END_ALLOW_THREADS
     return status.code ? fst_raise(&status) : Py_NewRef(Py_True);
 }

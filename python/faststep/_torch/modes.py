@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = [
     "TorchDispatchMode",
+    "is_batched",
     "is_transformed",
     "is_watched",
 ]
@@ -17,6 +18,11 @@ __all__ = [
 is_watched: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
     lambda: int(_get_current_dispatch_mode() is not None)
 )
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """True for several gradients in one, of `torch.autograd.grad(..., is_grads_batched=True)`."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def is_transformed() -> bool:

@@ -1,4 +1,4 @@
-"""The cross-entropy of logits, in one pass forward and one backward."""
+"""The cross-entropy of logits, and its gradient in the same pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch.nn.functional import cross_entropy as _torchs
 from torch.overrides import has_torch_function
 
 from .. import _C
-from .._torch.modes import is_transformed, is_watched
+from .._devices import has_kernels_for
+from .._torch.modes import is_batched, is_transformed, is_watched
+from .._torch.saved import are_hooked, is_free
 
 __all__ = ["cross_entropy"]
 
@@ -30,40 +32,73 @@ class _Arguments(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What forward has computed."""
+    """What C has computed."""
 
-    rows: Tensor
     loss: Tensor
-    factor: float  # of the gradient of each row's loss
+    likelihoods: Tensor  # the softmax of each row's target
+    slope: Tensor | None  # the gradient of the loss, or that divided by `left`; None: not asked for
+    factor: float | Tensor  # of each row in `slope`
+    left: float | Tensor
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Connects what C has found with autograd."""
+    """Connects with autograd what C has computed.
+
+    The slope is an output too, so it can be differentiated. The logits are not saved.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, given: _Arguments, found: _Found) -> Tensor:
-        ctx.save_for_backward(logits, given.target, given.weight, found.rows)
-        ctx.options, ctx.factor, ctx.dtype = given[2:], found.factor, found.loss.dtype
-        return found.loss
+    def forward(ctx: Any, logits: Tensor, given: _Arguments, found: _Found) -> tuple[Any, ...]:
+        ctx.save_for_backward(found.slope, found.likelihoods, given.target, given.weight)
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.found = given[2:], found[3:]
+        ctx.is_hooked = are_hooked()
+        return found.loss, found.slope
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, target, weight, rows = ctx.saved_tensors
-        given = _Arguments(target, weight, *ctx.options)
-        differentiable = torch.is_grad_enabled()  # create_graph=True
-        if not differentiable and not torch.compiler.is_compiling() and not _is_seen():
-            out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
-            of_losses, options = grad.float(), (given.ignore_index, given.label_smoothing)
-            if _C.cross_entropy_backward(
-                logits, target, weight, rows, of_losses, out, *options, ctx.factor
-            ):
-                return out, None, None
-        with torch.enable_grad():
-            if not differentiable or not logits.requires_grad:
-                logits = logits.detach().requires_grad_()
-            loss = _torchs(logits.to(ctx.dtype), **given._asdict())
-        (out,) = torch.autograd.grad(loss, logits, grad, create_graph=differentiable)
-        return out, None, None
+    def backward(ctx: Any, of_loss: Tensor | None, of_slope: Tensor | None) -> tuple[Any, ...]:
+        slope, likelihoods, target, weight = ctx.saved_tensors
+        (factor, left), grads = ctx.found, []
+        if of_slope is not None:
+            given = _Arguments(target, weight, *ctx.given)
+            grads.append(_curved(slope, likelihoods, of_slope, given, factor))
+        if of_loss is not None:
+            by = of_loss.float() * left
+            by = by.unsqueeze(1) if by.ndim else by
+            is_seen = torch.compiler.is_compiling() or _is_seen(by)
+            if ctx.is_hooked or torch.is_grad_enabled() or is_seen or not is_free(slope):
+                grads.append((slope * by).to(slope.dtype))
+            elif by.ndim or by.is_cuda or by.item() != 1:  # which waits for a device
+                grads.append(slope.detach().mul_(by))
+            else:
+                grads.append(slope.detach())
+        return sum(grads[1:], grads[0]), None, None
+
+
+def _curved(
+    slope: Tensor,
+    likelihoods: Tensor,
+    by: Tensor,
+    given: _Arguments,
+    factor: float | Tensor,
+) -> Tensor:
+    """The product of the derivative of the slope, a symmetric matrix per row, and a tensor."""
+    target, weight, ignored, _, smoothing = given
+    counts = target != ignored
+    classes = target.where(counts, 0).unsqueeze(1)
+    of_all = torch.where(counts, factor, 0.0)
+    of_target = of_all * (1 - smoothing)
+    if weight is not None:
+        of_target = of_target * weight[classes.squeeze(1)]
+    share = (of_all * (smoothing / slope.shape[1])).unsqueeze(1)
+    softmax = (slope.float() + share).scatter_add(1, classes, of_target.unsqueeze(1))
+    # The slope of the target, rounded to 16 bits, has lost a softmax that is small.
+    right = (likelihoods * (of_target + of_all * smoothing)).unsqueeze(1)
+    lost = (right - softmax.gather(1, classes)).detach()
+    softmax = softmax.scatter_add(1, classes, lost)
+    product, total = softmax * by, softmax.sum(1, keepdim=True)
+    mean = product.sum(1, keepdim=True) / total.where(total != 0, 1)
+    return (product - softmax * mean).to(slope.dtype)
 
 
 def cross_entropy(
@@ -78,17 +113,17 @@ def cross_entropy(
 ) -> Tensor:
     """The cross-entropy of logits, as :func:`torch.nn.functional.cross_entropy` computes it.
 
-    Forward reads the logits once, backward reads them once and writes their gradient; all sums are
-    fp32 or double. The result has the same bits for every number of threads and instruction set.
-    It differs from torch's in the last bits, and is never less precise. Between forward and
-    backward the logits must not be written: autograd raises its RuntimeError then.
+    Forward reads the logits once and writes their gradient, if they need one; all sums are fp32 or
+    double. Backward multiplies it by that of the loss, or returns it as it is where that is 1. The
+    result has the same bits for every number of threads and instruction set. It differs from
+    torch's in the last bits.
 
-    C computes it for at least 2^18 logits (N, C) of 1024 classes or more in float32, bfloat16 or
-    float16 in CPU memory, whose rows are contiguous, and a target (N) of int64; with class weights
-    only in float32 or under autocast, and without label smoothing. torch's own function computes
-    all else, with its results and errors: class probabilities as a target, other shapes, dtypes and
-    devices (CUDA too), subclasses, modes, torch.compile, tracing, `torch.func`, forward-mode
-    differentiation, and the gradient of a gradient.
+    C or a CUDA kernel computes it for at least 2^18 logits (N, C) of 1024 classes or more in
+    float32, bfloat16 or float16, whose rows are contiguous, and a target (N) of int64; with class
+    weights only in float32 or under autocast, and without label smoothing. torch's own function
+    computes all else, with its results and errors: class probabilities as a target, other shapes,
+    dtypes and devices, subclasses, modes, torch.compile, tracing, `torch.func`, and forward-mode
+    differentiation.
 
     Args:
         input: logits of shape (N, C), or another one that torch takes. Under autocast they are read
@@ -104,19 +139,18 @@ def cross_entropy(
     given = _Arguments(target, weight, ignore_index, reduction, label_smoothing)
     if size_average is None and reduce is None and not torch.compiler.is_compiling():
         found = _found(input, given)
+        if found is not None and found.slope is not None:
+            return _CrossEntropy.apply(input, given, found)[0]  # type: ignore[no-any-return,no-untyped-call]
         if found is not None:
-            if torch.is_grad_enabled() and input.requires_grad:
-                loss: Tensor = _CrossEntropy.apply(input, given, found)  # type: ignore[no-untyped-call]
-                return loss
             return found.loss
     return _torchs(
         input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
     )
 
 
-def _is_seen() -> bool:
+def _is_seen(tensor: Tensor) -> bool:
     """True where somebody sees torch's operators, or transforms them."""
-    return bool(is_watched() or is_transformed())
+    return bool(is_watched()) or is_transformed() or is_batched(tensor)
 
 
 def _found(logits: Tensor, given: _Arguments) -> _Found | None:
@@ -126,8 +160,8 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
     if (
         has_torch_function(tensors)
         or not isinstance(logits, Tensor)
-        or _is_seen()
-        or logits.device.type != "cpu"
+        or _is_seen(logits)
+        or not (logits.is_cpu or (logits.is_cuda and has_kernels_for(logits)))
         or logits.ndim != 2
         or logits.shape[1] < _CLASSES
         or logits.numel() < _LOGITS
@@ -138,21 +172,27 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
         or not 0 <= smoothing <= 1
     ):
         return None
-    is_cast = torch.is_autocast_enabled("cpu")
+    is_cast = torch.is_autocast_enabled(logits.device.type)
     dtype = torch.float32 if is_cast else logits.dtype
     if weight is not None and (weight.requires_grad or dtype != torch.float32 or smoothing):
         return None
-    count = len(logits)
-    rows = torch.empty(2, count, dtype=torch.float32, device="cpu")
-    losses = torch.empty(count, dtype=torch.float32, device="cpu")
-    sums = _C.cross_entropy(logits, target, weight, rows, losses, ignored, smoothing)
-    if sums is None:
+    count, device = len(logits), logits.device
+    losses, likelihoods = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    sums = torch.empty(2, dtype=torch.float64, device=device)
+    slope = None
+    if torch.is_grad_enabled() and logits.requires_grad:
+        slope = torch.empty(logits.shape, dtype=logits.dtype, device=device)
+    is_mean, rows = reduction == "mean", (losses, likelihoods)
+    if not _C.cross_entropy(
+        logits, target, weight, *rows, slope, sums, ignored, smoothing, is_mean
+    ):
         return None
     if reduction == "none":
-        return _Found(rows, losses.to(dtype), 1.0)
-    total, weights = sums
-    factor = 1.0
-    if reduction == "mean":
-        factor = 1.0 / weights if weights else float("inf")
-        total = total / weights if weights else total * float("inf")
-    return _Found(rows, torch.tensor(total, dtype=dtype, device="cpu"), factor)
+        return _Found(losses.to(dtype), likelihoods, slope, 1.0, 1.0)
+    total, weights = sums.unbind()
+    if not is_mean:
+        return _Found(total.to(dtype), likelihoods, slope, 1.0, 1.0)
+    loss, factor = (total / weights).to(dtype), (1 / weights).float()
+    if logits.dtype == torch.float16:
+        return _Found(loss, likelihoods, slope, 1.0, factor.where(weights != 0, 1))
+    return _Found(loss, likelihoods, slope, factor, 1.0)

@@ -1,0 +1,44 @@
+"""The cross-entropy: the bits of the CPU backend, and torch's results without waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from faststep import _C
+from faststep.nn import functional
+
+from .common import CUDA, REHEARSAL, no_synchronization, same_bits, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (300, 1025), (9, 50257)], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_bits_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int], smoothing: float) -> None:
+    logits, target = values(shape, 1, dtype, 4.0), torch.arange(shape[0]) % shape[1]
+    target[2::3] = -100
+    weight = values(shape[1:], 2).abs()
+    rows = [torch.empty(shape[:1]) for _ in range(2)]
+    host = [logits, target, weight, *rows, torch.empty_like(logits), torch.empty(2).double()]
+    there = [one.to(CUDA) for one in host]
+    assert _C.cross_entropy(*host, -100, smoothing, True)
+    with no_synchronization():
+        assert _C.cross_entropy(*there, -100, smoothing, True)
+    for one, other in zip(host, there, strict=True):
+        assert same_bits(other.cpu(), one)
+
+
+@pytest.mark.skipif(REHEARSAL, reason="torch's operators take the tensors of the fake machine")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_torchs_results(dtype: torch.dtype, reduction: str) -> None:
+    target = (torch.arange(300) * 7 % 1030).to(CUDA)
+    found = []
+    for function in (functional.cross_entropy, torch.nn.functional.cross_entropy):
+        logits = values((300, 1030), 3, dtype, 4.0).to(CUDA).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = function(logits, target, reduction=reduction)
+        with no_synchronization():
+            (2 * loss).sum().backward()
+        found.append((loss.detach(), logits.grad))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-6)
