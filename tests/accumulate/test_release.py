@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import faststep
+from faststep.release.updates import Release
 from optim.declarations import OTHERS
 
 from .common import assert_close, assert_equal, batches, loss_of, make_model, values
@@ -134,16 +135,16 @@ def test_clip_per_parameter_follows_the_limit_without_python(
     """The extension reads the limit for each gradient; odd ones are left to Python."""
     model, reference = make_model(), make_model()
     optimizer = MAKE["AdamW"](model.parameters(), max_grad_norm=0.02)
-    release = faststep.release_gradients(model, optimizer, clip="per_parameter")
     alone = [MAKE["AdamW"]([p]) for p in reference.parameters()]
     in_python = []
-    original = type(release).hooked
+    original = Release.hooked
 
     def hooked(self: Any, param: torch.Tensor) -> None:
         in_python.append(param)
         original(self, param)
 
-    monkeypatch.setattr(type(release), "hooked", hooked)
+    monkeypatch.setattr(Release, "hooked", hooked)
+    release = faststep.release_gradients(model, optimizer, clip="per_parameter")
     for limit, calls in (
         (0.02, 6),
         (0.02, 1),

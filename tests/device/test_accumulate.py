@@ -7,7 +7,7 @@ import torch
 
 import faststep
 from faststep import _C
-from faststep.grads.add import add_to
+from faststep.grads.add import Addition, add_alike
 from gpu.common import values
 from optim.common import same_bits
 from optim.layouts import negated
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 def test_layouts() -> None:
     term, total = values((6, 4), 0, torch.bfloat16).t(), values((4, 6), 1, torch.float32)
     claimed = fake.claim(total.clone())
-    add_to(claimed, fake.claim(term), 1.0, False)
+    add_alike([Addition(claimed, fake.claim(term), None, 1.0, False)])
     assert torch.equal(fake.plain(claimed), total + term.float())
 
 
@@ -33,13 +33,13 @@ def test_negated_views(start: bool) -> None:
     assert same_bits(fake.plain(claimed), total)
 
 
-def test_add_to_is_one_launch_and_moves_the_version() -> None:
+def test_an_addition_is_one_launch_and_moves_the_version() -> None:
     total, term = fake.claim(torch.ones(5)), fake.claim(torch.ones(5, dtype=torch.bfloat16))
     launches, version = _C.device_counts()[0], total._version
-    add_to(total, term, 2.0, False)
+    add_alike([Addition(total, term, None, 2.0, False)])
     assert (_C.device_counts()[0], total._version) == (launches + 1, version + 1)
     assert fake.plain(total).tolist() == [3.0] * 5
-    add_to(total, term, 0.5, True)
+    add_alike([Addition(total, term, None, 0.5, True)])
     assert fake.plain(total).tolist() == [0.5] * 5
 
 

@@ -291,7 +291,7 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
     fst_step_plan *self = at.self;
     at.missing = PyList_New(0);
     Py_CLEAR(self->unsettled);
-    fst_trace_forget(self); /* a failed bind leaves nothing bound */
+    self->traced = 0; /* a failed bind leaves nothing bound */
     fst_step_unbind(self);
     self->bindings++;
     self->has_dtensors = self->has_fp16 = 0;
@@ -366,7 +366,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
                 inference = fst_step_check_inference(module, self, param_lists);
             checked = 1;
             if (inference)
-                fst_trace_forget(self); /* the next step may run outside of inference mode */
+                self->traced = 0; /* the next step may run outside of inference mode */
             if (inference < 0)
                 Py_CLEAR(missing);
             if (!missing || !module->tensors.ran_python)

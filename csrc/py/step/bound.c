@@ -107,22 +107,15 @@ void fst_params_free(fst_step_plan *self)
  * step. */
 void fst_step_end(fst_step_plan *self)
 {
-    fst_group *groups = self->groups;
     PyObject **held = self->held;
-    const size_t group_count = self->group_count, held_count = self->held_count;
+    const size_t held_count = self->held_count;
     if (!self->traced)
         fst_step_unbind(self);
     PyObject *unsettled = self->unsettled;
-    self->groups = NULL;
     self->unsettled = NULL;
     self->held = NULL;
-    self->group_count = self->held_count = self->held_capacity = 0;
+    self->held_count = self->held_capacity = 0;
     self->busy = 0;
-    for (size_t g = 0; g < group_count; g++) {
-        Py_DECREF(groups[g].keys);
-        Py_DECREF(groups[g].lr);
-    }
-    PyMem_Free(groups);
     for (size_t i = 0; i < held_count; i++)
         Py_DECREF(held[i]);
     PyMem_Free(held);

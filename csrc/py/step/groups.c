@@ -1,5 +1,5 @@
 /* Parses the parameter groups of a step. */
-#include "py/step/step_plan.h"
+#include "py/step/bind.h"
 
 /* group[place], or group[key][index] where the place is (key, index); a new reference. */
 static PyObject *value_at(PyObject *group, PyObject *place)
@@ -55,9 +55,18 @@ PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given
     return numbers;
 }
 
+/* Keeps another object than before, which is dropped at the end of the step. Returns 0, or -1 with
+ * a Python error. */
+static int keep_instead(fst_step_plan *self, PyObject **kept, PyObject *object)
+{
+    PyObject *before = *kept;
+    *kept = Py_NewRef(object);
+    return before && !fst_bind_hold(self, before) ? -1 : 0;
+}
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
- * has masters). */
-static int parse_group(PyObject *spec, fst_group *group)
+ * has masters) into a group that has what was read last. */
+static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
     int rule, has_step, maximize, has_master = 0;
@@ -76,24 +85,17 @@ static int parse_group(PyObject *spec, fst_group *group)
         PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
         return -1;
     }
-    *group = (fst_group){.rule = (fst_rule)rule,
-                         .keys = keys,
-                         .has_step = has_step,
-                         .maximize = maximize,
-                         .has_master = has_master,
-                         .lr = lr};
-    group->key_count = (unsigned)PyTuple_Size(keys);
     const fst_rule_entry *known = &fst_rules[rule];
-    group->number_count = fst_numbers_count(rule);
-    const unsigned states = known->states + group->number_count;
-    if (group->key_count != states + (unsigned)(has_step + has_master) ||
-        (group->number_count && !has_step) || (rule == FST_FACTORED && (!has_step || has_master)) ||
+    const unsigned key_count = (unsigned)PyTuple_Size(keys), numbers = fst_numbers_count(rule);
+    const unsigned states = known->states + numbers;
+    if (key_count != states + (unsigned)(has_step + has_master) || (numbers && !has_step) ||
+        (rule == FST_FACTORED && (!has_step || has_master)) ||
         (size_t)PyTuple_Size(hyper) != known->hyper_count) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
                      known->name, states, known->hyper_count);
         return -1;
     }
-    for (unsigned i = 0; i < group->key_count; i++)
+    for (unsigned i = 0; keys != group->keys && i < key_count; i++)
         if (!PyUnicode_CheckExact(PyTuple_GetItem(keys, (Py_ssize_t)i))) {
             PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
             return -1;
@@ -103,28 +105,55 @@ static int parse_group(PyObject *spec, fst_group *group)
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
     }
-    Py_INCREF(keys);
-    Py_INCREF(lr);
-    return 0;
+    if (lr != group->lr && keep_instead(self, &group->lr, lr))
+        return -1;
+    if (keys == group->keys && rule == (int)group->rule && has_step == group->has_step &&
+        maximize == group->maximize && has_master == group->has_master)
+        return 0;
+    self->traced = 0;
+    group->rule = (fst_rule)rule;
+    group->key_count = key_count;
+    group->number_count = numbers;
+    group->has_step = has_step;
+    group->maximize = maximize;
+    group->has_master = has_master;
+    return keep_instead(self, &group->keys, keys);
+}
+
+void fst_groups_free(fst_step_plan *self)
+{
+    fst_group *groups = self->groups;
+    const size_t count = self->group_count;
+    self->traced = 0;
+    self->groups = NULL;
+    self->group_count = 0;
+    for (size_t g = 0; g < count; g++) {
+        Py_XDECREF(groups[g].keys);
+        Py_XDECREF(groups[g].lr);
+    }
+    PyMem_Free(groups);
 }
 
 int fst_groups_parse(fst_step_plan *self, PyObject *specs)
 {
-    const Py_ssize_t count = PyList_Size(specs);
-    self->groups = PyMem_Calloc((size_t)count + 1, sizeof *self->groups);
-    if (!self->groups) {
-        PyErr_NoMemory();
-        return -1;
+    const size_t count = (size_t)PyList_Size(specs);
+    if (!self->groups || count != self->group_count) {
+        fst_groups_free(self);
+        self->groups = PyMem_Calloc(count + 1, sizeof *self->groups);
+        if (!self->groups) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->group_count = count;
     }
-    for (Py_ssize_t i = 0; i < count; i++, self->group_count++) {
-        PyObject *spec = PyList_GetItem(specs, i);
-        if (!spec)
+    for (size_t g = 0; g < count; g++) {
+        PyObject *spec = Py_XNewRef(PyList_GetItem(specs, (Py_ssize_t)g));
+        const int failed = !spec || parse_group(self, spec, &self->groups[g]);
+        Py_XDECREF(spec);
+        if (failed) {
+            self->traced = 0;
             return -1;
-        Py_INCREF(spec);
-        const int failed = parse_group(spec, &self->groups[i]);
-        Py_DECREF(spec);
-        if (failed)
-            return -1;
+        }
     }
     return 0;
 }

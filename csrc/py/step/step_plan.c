@@ -264,6 +264,7 @@ static void plan_dealloc(PyObject *object)
     fst_step_plan *self = (fst_step_plan *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
+    fst_groups_free(self);
     fst_trace_free(self);
     fst_params_free(self);
     fst_step_unsettle(self);
@@ -301,11 +302,12 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
         PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping");
         return NULL;
     }
-    fst_trace_forget(self);
+    self->traced = 0;
     fst_params_free(self);
     fst_step_unsettle(self);
     Py_CLEAR(self->last_written);
     fst_old_pins_free(&self->old_pins);
+    fst_groups_free(self);
     return Py_NewRef(Py_None);
 }
 

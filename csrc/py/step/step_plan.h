@@ -10,13 +10,13 @@
 #include "py/step/param.h"
 #include "py/torch/tensor_record.h"
 
-/* A parameter group of one step, parsed from a tuple. */
+/* A parameter group, parsed from the tuple of the step that runs. */
 typedef struct {
     fst_rule rule;
     PyObject *keys;  /* owned: names of the states, "step" first where has_step, and last that of
                         the master where has_master */
     PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
-    Py_ssize_t size; /* parameters, when the step began */
+    Py_ssize_t size; /* parameters, when they were bound */
     unsigned key_count, number_count;
     int has_step, maximize;
     int has_master; /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
@@ -73,14 +73,6 @@ typedef struct {
     uint64_t listed; /* the binding that `spans` were listed for */
 } fst_step_part;
 
-/* A parameter group of a traced step (trace.h). */
-typedef struct {
-    PyObject *keys; /* owned */
-    fst_rule rule;
-    int maximize;
-    Py_ssize_t size;
-} fst_traced_group;
-
 /* Where specs lie among those of a parameter that were settled. */
 enum { FST_SETTLED_GRAD = 1, FST_SETTLED_STATE, FST_SETTLED = FST_SETTLED_STATE + FST_MAX_KEYS };
 
@@ -110,17 +102,16 @@ typedef struct {
      * valid. */
     fst_trace *traces;
     fst_traced_state *traced_states;
-    fst_traced_group *traced_groups;
     fst_traced_dtensors *traced_dtensors; /* of as many parameters as there are traces; or NULL */
-    size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
+    size_t trace_capacity, traced_state_capacity, traced_state_count;
     size_t traced_dtensor_capacity;
     int traceable;
-    int traced;        /* 2: also for steps that write the gradients */
+    int traced;        /* 0: no trace; 2: also for steps that write the gradients */
     uint64_t bindings; /* number of binds; the first is 1 */
     uint64_t moves;    /* number of times that a gradient was followed to other memory */
-    /* for the step that runs */
     fst_group *groups;
     size_t group_count;
+    /* for the step that runs */
     PyObject **held; /* owned: every object that is bound, in the order in which they were found */
     size_t held_count, held_capacity;
     fst_old_pins old_pins;
@@ -169,8 +160,10 @@ typedef struct {
 int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail);
 
-/* Parses the list of groups (groups.c). Returns 0, or -1 with a Python error. */
+/* Parses the list of groups (groups.c). Where another rule, other states or the sign have changed,
+ * the trace is dropped. Returns 0, or -1 with a Python error. */
 int fst_groups_parse(fst_step_plan *self, PyObject *specs);
+void fst_groups_free(fst_step_plan *self);
 
 /* Learns the types of the scalars' tensors and of the groups' learning rates. That may run
  * Python code, so that reading them later does not. Returns 0, or -1 with a Python error. */

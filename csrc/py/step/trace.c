@@ -7,26 +7,16 @@
 
 enum { FETCH_AHEAD = 6 }; /* parameters */
 
-void fst_trace_forget(fst_step_plan *self)
-{
-    for (size_t g = 0; g < self->traced_group_count; g++)
-        Py_DECREF(self->traced_groups[g].keys);
-    self->traced_group_count = 0;
-    self->traced = 0;
-}
-
 void fst_trace_free(fst_step_plan *self)
 {
-    fst_trace_forget(self);
+    self->traced = 0;
     PyMem_Free(self->traces);
     PyMem_Free(self->traced_states);
-    PyMem_Free(self->traced_groups);
     PyMem_Free(self->traced_dtensors);
     self->traced_dtensors = NULL;
     self->traced_dtensor_capacity = 0;
     self->traces = NULL;
     self->traced_states = NULL;
-    self->traced_groups = NULL;
     self->trace_capacity = self->traced_state_capacity = 0;
 }
 
@@ -142,31 +132,8 @@ void fst_trace_end(const fst_record_layout *layout, fst_step_plan *self, int wri
     self->traceable = self->traceable && (self->total <= FST_SHORT_STEP || !self->has_dtensors);
     for (size_t i = 0; i < self->part_count; i++)
         self->traceable = self->traceable && !is_first(&self->parts[i]);
-    if (!self->traceable)
-        return;
-    PyMem_Free(self->traced_groups);
-    self->traced_groups = PyMem_Calloc(self->group_count + 1, sizeof *self->traced_groups);
-    if (!self->traced_groups)
-        return;
-    for (size_t g = 0; g < self->group_count; g++) {
-        const fst_group *group = &self->groups[g];
-        self->traced_groups[g] = (fst_traced_group){
-            .keys = group->keys,
-            .rule = group->rule,
-            .maximize = group->maximize,
-            .size = group->size,
-        };
-        Py_INCREF(group->keys);
-    }
-    self->traced_group_count = self->group_count;
-    self->traced = 1 + (write_grads && counts_grads(layout, self));
-}
-
-static int same_group(const fst_traced_group *before, const fst_group *group, PyObject *params)
-{
-    return before->keys == group->keys && before->rule == group->rule &&
-           before->maximize == group->maximize && params && PyList_Check(params) &&
-           before->size == PyList_Size(params);
+    if (self->traceable)
+        self->traced = 1 + (write_grads && counts_grads(layout, self));
 }
 
 /* Whether the parameter has the same states in the same dictionary. Adds their records to the
@@ -311,7 +278,7 @@ int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_list
     const fst_trace *trace = self->traces;
     for (size_t g = 0; g < self->group_count; g++) {
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
-        for (Py_ssize_t i = 0; i < self->traced_groups[g].size; i++, trace++)
+        for (Py_ssize_t i = 0; i < self->groups[g].size; i++, trace++)
             if (hold_param(module, self, trace, PyList_GetItem(params, i)))
                 return -1;
     }
@@ -321,15 +288,15 @@ int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_list
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                      PyObject *state, int write_grads)
 {
-    if (self->traced <= write_grads || self->group_count != self->traced_group_count)
+    if (self->traced <= write_grads)
         return 0;
     module->tensors.ran_python = 0; /* by others, before */
     fst_trace *trace = self->traces;
     for (size_t g = 0; g < self->group_count; g++) {
         const fst_group *group = &self->groups[g];
-        const Py_ssize_t count = self->traced_groups[g].size;
+        const Py_ssize_t count = group->size;
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
-        if (!same_group(&self->traced_groups[g], group, params))
+        if (!params || !PyList_Check(params) || PyList_Size(params) != count)
             return 0;
         for (Py_ssize_t i = 0; i < count; i++, trace++) {
             fetch(&module->records, self, trace, (size_t)(count - i), group->key_count);

@@ -55,7 +55,6 @@ void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at, unsig
 void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                      const PyObject *key, PyObject *value, const fst_view *view, int pinned);
 
-void fst_trace_forget(fst_step_plan *self);
 void fst_trace_free(fst_step_plan *self);
 
 /* Trace that parameter `index` is a DTensor, and so is a state of it (trace_dtensors.c). */

@@ -22,31 +22,22 @@ void fst_tensors_learn(fst_tensors *tensors, PyObject *object)
         type_of(tensors, object, &unused);
 }
 
-static int dtype_of(fst_dl_dtype type, fst_dtype *dtype)
+/* The dtype, which of a counter may be one of the integers that torch adds to; -1 if it is none of
+ * these. */
+static int dtype_of(fst_dl_dtype type, int counter)
 {
-    if (type.lanes != 1)
-        return -1;
-    if (type.code == FST_DL_FLOAT && (type.bits == 16 || type.bits == 32 || type.bits == 64))
-        *dtype = type.bits == 64 ? FST_F64 : type.bits == 32 ? FST_F32 : FST_F16;
-    else if (type.code == FST_DL_BFLOAT && type.bits == 16)
-        *dtype = FST_BF16;
-    else
-        return -1;
-    return 0;
-}
-
-/* The same for a type of integers that torch adds to. */
-static int integer_of(fst_dl_dtype type, fst_dtype *dtype)
-{
-    const int width = type.bits == 8    ? FST_I8
-                      : type.bits == 16 ? FST_I16
-                      : type.bits == 32 ? FST_I32
-                                        : FST_I64;
-    if (type.lanes != 1 ||
-        (type.code != FST_DL_INT && (type.code != FST_DL_UINT || type.bits != 8)))
-        return -1;
-    *dtype = (fst_dtype)(type.code == FST_DL_UINT ? FST_U8 : width);
-    return 0;
+    static const struct {
+        uint8_t code, bits;
+        int dtype;
+    } known[] = {
+        {FST_DL_FLOAT, 32, FST_F32}, {FST_DL_BFLOAT, 16, FST_BF16}, {FST_DL_FLOAT, 16, FST_F16},
+        {FST_DL_FLOAT, 64, FST_F64}, {FST_DL_INT, 64, FST_I64},     {FST_DL_INT, 32, FST_I32},
+        {FST_DL_INT, 16, FST_I16},   {FST_DL_INT, 8, FST_I8},       {FST_DL_UINT, 8, FST_U8},
+    };
+    for (int i = 0; type.lanes == 1 && i < (counter ? 9 : 4); i++)
+        if (known[i].code == type.code && known[i].bits == type.bits)
+            return known[i].dtype;
+    return -1;
 }
 
 int64_t fst_view_count(const fst_view *view)
@@ -132,8 +123,8 @@ static int read_view(fst_tensors *tensors, PyObject *object, int counter, fst_vi
     fst_dl_tensor tensor;
     if (fst_tensor_read(tensors, object, &tensor, problem))
         return -1;
-    if (dtype_of(tensor.dtype, &view->dtype) &&
-        (!counter || integer_of(tensor.dtype, &view->dtype)))
+    const int dtype = dtype_of(tensor.dtype, counter);
+    if (dtype < 0)
         return fst_problem_set(problem, "dtype",
                                tensor.dtype.code == FST_DL_COMPLEX
                                    ? "is complex; expected float32, float64, bfloat16 or float16"
@@ -143,6 +134,7 @@ static int read_view(fst_tensors *tensors, PyObject *object, int counter, fst_vi
     if (tensor.ndim > FST_MAX_DIMS)
         return fst_problem_set(problem, "shape", "has %d dimensions; at most %d are supported",
                                (int)tensor.ndim, (int)FST_MAX_DIMS);
+    view->dtype = (fst_dtype)dtype;
     view->data = (char *)tensor.data + tensor.byte_offset;
     view->shape = tensor.shape;
     view->strides = tensor.strides;

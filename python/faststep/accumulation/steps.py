@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch.compiler import disable_dynamo
 from ..grads import divide as division
+from ..grads.hooks import weakly
 from ..optim.base import FusedOptimizer
 
 __all__ = ["StepHooks", "Steps"]
@@ -60,35 +58,14 @@ class Steps:
 
 
 class StepHooks:
-    """The hooks around an optimizer's step, which keep neither it nor a window alive.
-
-    Args:
-        begin: a method of the window; called with the optimizer, and whether there is a closure.
-        end: another one; called with the optimizer.
-    """
+    """Two methods of a window around an optimizer's step. Neither of the two is kept alive."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        begin: Callable[[Optimizer, bool], None],
-        end: Callable[[Optimizer], None],
+        self, optimizer: Optimizer, begin: Callable[..., None], end: Callable[..., None]
     ) -> None:
-        begins, ends = weakref.WeakMethod(begin), weakref.WeakMethod(end)
-
-        @disable_dynamo
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (begin := begins()) is not None:
-                closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                begin(optimizer, closure is not None)
-
-        @disable_dynamo
-        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (end := ends()) is not None:
-                end(optimizer)
-
-        self._check = before
-        self._before = optimizer.register_step_pre_hook(before)
-        self._after = optimizer.register_step_post_hook(after)
+        self._check = weakly(begin)
+        self._before = optimizer.register_step_pre_hook(self._check)
+        self._after = optimizer.register_step_post_hook(weakly(end))
 
     def come_last(self, optimizer: Optimizer) -> None:
         """Check gradients after the script's own hooks before the step: those may change them."""

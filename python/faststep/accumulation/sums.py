@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from .._torch.compiler import disable_dynamo
 from .._torch.optim import get_grad_dtype, set_grad_dtype
-from ..grads.add import Addition, add_all, add_to
+from ..grads.add import Addition, add_alike, add_all
 from ..grads.dtensors import align_all
-from ..grads.hooks import Hooked
+from ..grads.hooks import Hooked, weakly
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -50,6 +48,7 @@ class Sums:
 
     def __init__(self, in_pairs: bool = False) -> None:
         self._sums: Hooked[_Sum] = Hooked()
+        self._hook = weakly(self._arrived)
         self._generation = 1
         self._in_pairs = in_pairs
         self._pairs_up = False  # gradients wait, before the last micro-step of a window
@@ -59,33 +58,30 @@ class Sums:
         return len(self._sums) > 0
 
     def __contains__(self, param: Tensor) -> bool:
-        return self._sums.of(param) is not None
+        return param in self._sums
 
     def attach(self, params: Iterable[tuple[str, Tensor]]) -> None:
         """Hook the low-precision parameters among (name, parameter) that have no hook yet."""
         for name, param in params:
             if param.requires_grad and param.dtype in LOW_PRECISION and param not in self:
-                self._hook(name, param)
+                self._begin(name, param)
 
-    def _hook(self, name: str, param: Tensor) -> None:
+    def _begin(self, name: str, param: Tensor) -> None:
         mine = _Sum(param, name)
         set_grad_dtype(param, None)  # lets .grad be fp32
-        owner = weakref.ref(self)
-
-        @disable_dynamo
-        def add(param: Tensor) -> None:
-            sums = owner()
-            if sums is not None:
-                sums._add(mine, param, sums._pairs_up)
-
-        self._sums.add(param, mine, add)
+        self._sums.add(param, mine, self._hook)
         if param.grad is not None:
             self._add(mine, param)
+
+    def _arrived(self, param: Tensor) -> None:
+        """A gradient is in `.grad`."""
+        if (mine := self._sums.of(param)) is not None:
+            self._add(mine, param, self._pairs_up)
 
     def _add(self, mine: _Sum, param: Tensor, waits: bool = False) -> None:
         """Let `.grad` wait, or add it to the buffer and put the buffer into `.grad`."""
         if (addition := self._taken(mine, param, waits)) is not None:
-            add_all([addition])
+            add_alike([addition])
             self._added(mine)
             self._show(mine, param, not waits)
 
@@ -264,7 +260,7 @@ class Sums:
             if mine is None or mine.buffer is None or param.grad is not mine.buffer:
                 continue
             low = torch.empty_like(mine.buffer, dtype=param.dtype)
-            add_to(low, mine.buffer, factor, True)
+            add_alike([Addition(low, mine.buffer, None, factor, True)])
             param.grad = low
 
     def remove(self) -> None:
@@ -274,7 +270,7 @@ class Sums:
             if self._pairs_up and param.grad is None:
                 live = mine.generation == self._generation
                 if live and mine.buffer is not None and mine.waiting is not None:
-                    add_to(mine.buffer, mine.waiting, 1.0, False)
+                    add_alike([Addition(mine.buffer, mine.waiting, None, 1.0, False)])
                 param.grad = mine.buffer if live else mine.waiting
         self.round([param for param, _ in found], 1.0)
         self._sums.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -291,8 +291,9 @@ class Window:
 
     # ---- the optimizers' step
 
-    def before_step(self, optimizer: Optimizer, closure: bool) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raise if this step would use half a window."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         if self.micro_step and not self.ready:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() after {self.micro_step} of {self.steps} "
@@ -312,7 +313,7 @@ class Window:
         for optimizer in self.optimizers:
             self.steps_taken.repeat_division(optimizer)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note what the step of a complete window did."""
         if self.ready:
             self.steps_taken.note(optimizer)

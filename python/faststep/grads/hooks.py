@@ -25,12 +25,13 @@ def weakly(method: Callable[..., _Result]) -> Callable[..., _Result | None]:
 
     torch.compile calls it and does not look into it.
     """
-    find = weakref.WeakMethod(method)
+    bound: Any = method
+    find, function = weakref.ref(bound.__self__), bound.__func__
 
     @disable_dynamo
-    def call(*args: Any) -> _Result | None:
-        found = find()
-        return None if found is None else found(*args)
+    def call(*args: Any) -> Any:
+        owner = find()
+        return None if owner is None else function(owner, *args)
 
     return call
 
@@ -69,25 +70,21 @@ class Hooked(Generic[_Entry]):
                 yield param, known.entry
 
     def __contains__(self, param: Tensor) -> bool:
-        return self._find(param) is not None
+        known = self._known.get(id(param))
+        return known is not None and known.param() is param
 
     def of(self, param: Tensor) -> _Entry | None:
         """The entry of a parameter, if it has one."""
-        known = self._find(param)
-        return None if known is None else known.entry
-
-    def _find(self, param: Tensor) -> _Known[_Entry] | None:
         known = self._known.get(id(param))
-        return known if known is not None and known.param() is param else None
+        return known.entry if known is not None and known.param() is param else None
 
     def of_each(self, params: Iterable[Tensor]) -> list[_Entry | None]:
         """The entries of many parameters, None for those without one."""
-        found = []
-        for param in params:
-            known = self._known.get(id(param))
-            same = known is not None and known.param() is param
-            found.append(known.entry if known is not None and same else None)
-        return found
+        return [
+            known.entry if known is not None and known.param() is param else None
+            for param in params
+            for known in (self._known.get(id(param)),)
+        ]
 
     def entries(self) -> list[_Entry]:
         """All entries, those of dead parameters too."""

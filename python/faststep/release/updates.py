@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .. import _C
-from .._torch.compiler import disable_dynamo
 from .._torch.library import address_of_mode_depth
 from .._torch.modes import is_watched
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Reduced, reducing_model
-from ..grads.hooks import Hooked
+from ..grads.hooks import Hooked, weakly
 from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
@@ -31,7 +28,6 @@ from .tied import give_rows, tied_embeddings
 __all__ = ["Release"]
 
 _MODE_DEPTH = address_of_mode_depth()
-_StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
 class _Place:
@@ -63,18 +59,11 @@ class Release:
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
-        owner = weakref.ref(self)
-
-        @disable_dynamo
-        def otherwise(param: Tensor) -> None:
-            if (release := owner()) is not None:
-                release.hooked(param)
-
-        self._otherwise: Callable[[Tensor], None] = otherwise
-        self._before, after = _around_step(owner)
+        self._otherwise = weakly(self.hooked)
+        self._before = weakly(self._check_step)
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(after),
+            optimizer.register_step_post_hook(weakly(self._finish_step)),
             AskedToUnscale(optimizer),
         ]
         weakref.finalize(self, _undo, self._handles).atexit = False
@@ -211,12 +200,14 @@ class Release:
             self._rules[place.hook.group] = rule
         return rule
 
-    @disable_dynamo
-    def _check_step(self) -> None:
+    def _check_step(self, optimizer: FusedOptimizer, args: Any, kwargs: Any) -> None:
         """Raise if the script asks the step for something that backward had to know."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "release_gradients() cannot skip a step for an overflow or unscale before it: "
+                "parameters were updated in backward already. Train in bfloat16 without a "
+                "GradScaler, or remove() the release"
+            )
         refuse_code_before_step(optimizer, self._before)
         if optimizer._asked.max_norm is not None:
             refuse_clipping(params_of(optimizer))
@@ -232,11 +223,8 @@ class Release:
                     "the parameters already, with the number of before. Change it before backward"
                 )
 
-    def _finish_step(self) -> None:
+    def _finish_step(self, optimizer: FusedOptimizer, args: Any, kwargs: Any) -> None:
         """Begin a new step: each parameter may be updated again."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
         updated = [place for place in self._places.entries() if place.hook.updated]
         if updated and self._clipping.way == "lagged":
             hooks = [place.hook for place in self._places.entries()]
@@ -258,27 +246,6 @@ class Release:
         optimizer = self._optimizer()
         if optimizer is not None:
             releasing.pop(optimizer)
-
-
-def _around_step(owner: Callable[[], Release | None]) -> tuple[_StepHook, _StepHook]:
-    """The hooks that let the release check each step before and end it after."""
-
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (release := owner()) is None:
-            return
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise RuntimeError(
-                "release_gradients() cannot skip a step for an overflow or unscale before it: "
-                "parameters were updated in backward already. Train in bfloat16 without a "
-                "GradScaler, or remove() the release"
-            )
-        release._check_step()
-
-    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (release := owner()) is not None:
-            release._finish_step()
-
-    return before, after
 
 
 def _undo(handles: list[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...grads.add import Addition, add_all
+from ...grads.add import Addition, add_alike
 from ..layout.cuts import Bucket
 from ..layout.pages import BufferPool, Pages
 from ..layout.slots import Slot
@@ -168,7 +168,7 @@ class GradientBucket:
             parts = parts[::-1]
         for rank in range(0, len(parts), 2):
             more = parts[rank + 1] if rank + 1 < len(parts) else None
-            add_all([Addition(total, parts[rank], more, 1.0, fresh and rank == 0)])
+            add_alike([Addition(total, parts[rank], more, 1.0, fresh and rank == 0)])
         if total is earlier:
             self.values.copy_(total)
         return total, later

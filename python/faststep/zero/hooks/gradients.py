@@ -140,17 +140,26 @@ class Gradients:
             self.finish()
         self._state = State.COLLECTING
 
-    @torch.no_grad()
     def _arrived(self, param: Tensor) -> None:
         """The hook of a parameter whose gradient is in `.grad`."""
         if not self._note_pass():
             held = param.grad
             if isinstance(held, Placeholder) and held.pending is not None:
-                held.pending = held.pending.clone()  # autograd may use that memory again
+                held.pending = held.pending.detach().clone()  # autograd may use that memory again
             return
         slot = self._hooks.of(param)
-        if slot is not None and (grad := slot.taken()) is not None:
-            self._put(slot, grad)
+        if slot is None or (grad := slot.taken()) is None:
+            return
+        came_before = slot.arrived
+        if came_before and self._reducer.has_sent(slot):
+            raise RuntimeError(
+                f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
+                "pass, and its bucket was sent after the first time: reentrant checkpoints "
+                "share the parameter. Use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._reducer.put(slot, grad)
+        if not came_before:
+            self._reducer.send_full()
 
     def _note_pass(self) -> bool:
         """Begin a pass at its first gradient; returns whether it is one that is reduced."""
@@ -172,6 +181,7 @@ class Gradients:
         after_backward(lambda: living.end(number))
         return True
 
+    @torch.no_grad()
     def _begin(self, number: int) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
         for slot in self.slots:
@@ -192,22 +202,6 @@ class Gradients:
             if slot.held:
                 slot.forget()
         self._begin(-1)
-
-    # ---- gradients of a pass
-
-    def _put(self, slot: Slot, grad: Tensor) -> None:
-        """Take over a gradient of the pass, and send the buckets that are full."""
-        if slot.arrived:
-            if self._reducer.has_sent(slot):
-                raise RuntimeError(
-                    f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
-                    "pass, and its bucket was sent after the first time: reentrant checkpoints "
-                    "share the parameter. Use torch.utils.checkpoint with use_reentrant=False"
-                )
-            self._reducer.put(slot, grad)
-            return
-        self._reducer.put(slot, grad)
-        self._reducer.send_full()
 
     # ---- what ends a pass
 
