@@ -256,10 +256,10 @@ def test_outputs_of_another_form_are_refused() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             gather.submit([3, 4], 0, -1, outputs)  # type: ignore[arg-type]
-    assert gather.queued() == 0
     mine = torch.empty(2, 4)
-    number = gather.submit([3, 4], 0, -1, (mine,))
-    taken = gather.take(number)
+    batch = gather.submit([3, 4], 0, -1, (mine,))
+    assert batch
+    taken = batch.take()
     assert taken is not None
     assert taken[0] is mine
     assert torch.equal(mine, rows[3:5])

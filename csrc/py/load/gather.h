@@ -32,9 +32,7 @@ typedef struct {
     fst_watch **watches;   /* one per node and field; NULL: cannot move */
     size_t next_look;      /* the node that was checked last */
     size_t moves;          /* fst_hold_moves() when all were checked last */
-    fst_batcher *batcher;  /* NULL when closed */
-    PyObject *outputs;     /* a list with one entry per queued batch: a tuple of tensors, or None */
-    int busy;              /* a thread is in a method that releases the GIL */
+    fst_batcher *batcher;
 } fst_gather_object;
 
 /* A tensor over a slot. The slot returns to its pool when the last tensor over its memory is

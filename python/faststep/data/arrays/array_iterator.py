@@ -67,9 +67,9 @@ class _Entry(NamedTuple):
 
     number: int
     indices: Any  # a Run of a known order, else what the sampler gave
-    arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
-    ticket: int  # its number there
-    error: Exception | None  # what stands in its place
+    arrays: Arrays | None = None  # whose threads gather it; None if torch's fetcher has to
+    batch: _C.Batch | None = None  # what they gather
+    error: Exception | None = None  # what stands in its place
 
 
 class ArrayIterator(Metered, BaseDataLoaderIter):
@@ -170,7 +170,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         except StopIteration:
             self._ended = True
         except Exception as error:
-            self._queue.append(_Entry(self._next_number(), None, None, 0, error))
+            self._queue.append(_Entry(self._next_number(), None, error=error))
         else:
             self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
 
@@ -211,21 +211,21 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
     def _add(self, number: int, indices: object, arguments: object, submits: bool) -> None:
-        arrays, ticket = self._submit(arguments) if submits else (None, 0)
-        self._queue.append(_Entry(number, indices, arrays, ticket, None))
+        arrays, batch = self._submit(arguments) if submits else (None, None)
+        self._queue.append(_Entry(number, indices, arrays, batch))
 
-    def _submit(self, arguments: Any) -> tuple[Arrays | None, int]:
-        """Gives a batch to the threads; returns (None, 0) if it cannot be gathered."""
+    def _submit(self, arguments: Any) -> tuple[Arrays | None, _C.Batch | None]:
+        """Asks the threads for a batch; returns (None, None) if it cannot be gathered."""
         while not self._is_fetched:
             arrays = self._arrays or self._place()
             if arrays is None:
                 break
             given = self._with_pinned_outputs(*arguments) if self._gathers_pinned else arguments
-            ticket = arrays.gather.submit(*given)
-            if ticket is not None:
-                return (arrays, ticket) if ticket else (None, 0)
+            batch = arrays.gather.submit(*given)
+            if batch is not None:
+                return (arrays, batch) if batch else (None, None)
             self._arrays = None  # a tensor has moved; batches in the queue read its old memory
-        return None, 0
+        return None, None
 
     def _place(self) -> Arrays | None:
         """Plans anew, as tensors may have moved; None if the dataset is not in arrays any more."""
@@ -280,8 +280,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
 
     def _deliver(self, entry: _Entry) -> object:
         arrays, tensors = entry.arrays, None
-        if arrays is not None:
-            tensors = arrays.gather.take(entry.ticket)
+        if entry.batch is not None:
+            tensors = entry.batch.take()
         self.progress.delivered = entry.number + 1
         self._queue.popleft()
         if entry.error is not None:
