@@ -37,8 +37,8 @@ typedef struct {
 
 /* A tensor over a slot. The slot returns to its pool when the last tensor over its memory is
  * freed. Without strides the tensor is contiguous. Takes the slot over in any case. */
-PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
-                          const int64_t *strides, fst_slot *slot);
+PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, int64_t *shape,
+                          int64_t *strides, fst_slot *slot);
 
 /* Remembers the address and form of a torch.Tensor; NULL with a Python error. */
 fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);

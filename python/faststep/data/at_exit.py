@@ -6,8 +6,6 @@ import atexit
 import weakref
 from typing import Protocol
 
-__all__ = ["close_at_exit"]
-
 
 class Closes(Protocol):
     """Has threads, which `close` ends."""

@@ -31,8 +31,6 @@ from .resume.stream import Source, dataset_of
 from .stats import Metered
 from .types import Loader, State
 
-__all__ = ["MultiIterator", "OwnWorkers", "SingleIterator"]
-
 
 class Placed(Metered):
     """A base class before one of torch's iterators: it keeps the position in the epoch.

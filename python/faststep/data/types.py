@@ -10,19 +10,6 @@ import torch
 
 from .. import _C
 
-__all__ = [
-    "Array",
-    "CollateFn",
-    "Handle",
-    "Loader",
-    "LoaderExtras",
-    "Parse",
-    "State",
-    "TorchOptions",
-    "Transform",
-    "WorkerInitFn",
-]
-
 # What state_dict() gives: of a loader, a sampler, a dataset or a worker. Keys are torchdata's.
 State = dict[str, Any]
 CollateFn = Callable[[Any], Any]  # samples, in a list as a rule, to a batch

@@ -21,8 +21,6 @@ from ..types import Loader, State
 from .columns import NotArrays
 from .gather_plan import Arrays, Plan
 
-__all__ = ["ArrayIterator"]
-
 AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
 BATCHES_AT_ONCE = 64  # whose indices are asked of a known order

@@ -12,20 +12,6 @@ from ..._torch.held import NotHeld, hold
 from ..types import Array
 from .structure import Structure
 
-__all__ = [
-    "AS_IS",
-    "CONVERSIONS",
-    "NUMBERS",
-    "ROW_NUMBERS",
-    "TO_FLOATS",
-    "WIDENED",
-    "Column",
-    "ColumnDataset",
-    "NotArrays",
-    "check_array",
-    "column_of",
-]
-
 AS_IS = 0
 # (type in the array, type in the batch) -> the number of the conversion in csrc/io/table.h
 CONVERSIONS = {

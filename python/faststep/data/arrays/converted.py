@@ -10,8 +10,6 @@ import torch
 from ..types import Array
 from .columns import CONVERSIONS, NUMBERS, TO_FLOATS, WIDENED, Column, check_array, column_of
 
-__all__ = ["Converted", "check_leaf", "column_of_leaf", "converted", "row_of_leaf"]
-
 Numbers = float | Sequence[float] | torch.Tensor  # one, or one for each channel
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

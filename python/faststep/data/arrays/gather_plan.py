@@ -18,8 +18,6 @@ from .converted import column_of_leaf
 from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
 
-__all__ = ["Arrays", "Plan"]
-
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
 READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
 PIECE = 1 << 14  # indices that are looked at together

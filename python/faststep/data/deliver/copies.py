@@ -29,9 +29,6 @@ import torch
 from ..._torch.optim import is_capturing
 from .batch_buffers import tensor_over
 
-__all__ = ["Copier", "Copy", "ask_for_locked_memory", "copier_of", "page_locked"]
-
-
 # torch.cuda.Stream and torch.cuda.Event, or what stands for them on the CPU and in tests
 Stream = Any
 Event = Any

@@ -12,8 +12,6 @@ from .common import FormatError, PathLike, check_unchanged, library, naming, ope
 from .mapped import MappedArrays, map_array
 from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
 
-__all__ = ["ArrowDataset", "open_arrow"]
-
 
 def open_arrow(
     path: PathLike,

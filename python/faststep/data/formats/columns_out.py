@@ -11,8 +11,6 @@ import torch
 from ..types import Handle
 from .common import FormatError
 
-__all__ = ["FieldWriter"]
-
 HEADER = 256  # bytes before the items; the shape that goes there is known at the end only
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

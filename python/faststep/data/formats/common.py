@@ -12,20 +12,6 @@ from typing import BinaryIO
 
 from ..types import Handle
 
-__all__ = [
-    "SHOWN",
-    "FormatError",
-    "PathLike",
-    "check_unchanged",
-    "file_mark",
-    "library",
-    "naming",
-    "open_regular",
-    "position",
-    "same_rows",
-    "walked",
-]
-
 SHOWN = 200  # characters
 
 PathLike = str | os.PathLike[str]

@@ -23,8 +23,6 @@ from .manifest import structure_to_json, write_manifest
 from .mapped import MappedArrays
 from .results import Destination
 
-__all__ = ["convert"]
-
 BLOCK_BYTES = 1 << 23
 BATCH = 64
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["parse_example"]
-
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VALUE_KINDS = {1: "bytes", 2: "float", 3: "int64"}
 

@@ -16,8 +16,6 @@ from ..types import Handle, State, Transform
 from .common import FormatError, PathLike, check_unchanged, file_mark, open_regular, position
 from .shards import shard_names
 
-__all__ = ["FileDataset", "RangeDataset", "RecordDataset", "located", "one_of_few"]
-
 MOST_OPEN = 64  # datasets of a process with an open file that may be dropped
 FILES_OF_A_THREAD = 16
 _opened: deque[weakref.ref[FileDataset]] = deque()

@@ -21,8 +21,6 @@ from .common import (
 from .handles import RecordDataset
 from .mapped import MappedArrays, map_array
 
-__all__ = ["HDF5Dataset", "open_hdf5"]
-
 CHUNK_CACHE = 1 << 25  # bytes per array that stay decompressed
 LARGEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of a number of torch's
 MOST_LINKS = 100  # on the way to one array

@@ -18,8 +18,6 @@ from .common import FormatError, PathLike, naming, open_regular
 from .handles import RangeDataset, located
 from .shards import ShardedStream
 
-__all__ = ["GZIP", "JsonLinesDataset", "JsonLinesStream", "begins_json_lines"]
-
 BEGIN = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{[ \t]*(?:\}|"(?:[^"\\\n]|\\.)*")')
 MOST_OF_A_LINE = 1 << 30  # bytes
 GZIP = b"\x1f\x8b"

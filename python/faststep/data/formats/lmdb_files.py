@@ -14,8 +14,6 @@ from ..types import Handle, Transform
 from .common import FormatError, PathLike, library, naming, open_regular, position
 from .handles import RecordDataset
 
-__all__ = ["LMDBDataset"]
-
 META = struct.Struct("<16xII8xQI92xQQ")  # magic, version, map size, page size, last page, txn
 MAGIC = 0xBEEFC0DE
 DATABASE = 48  # bytes of a record that is a database

@@ -19,15 +19,6 @@ from ..arrays.structure import LEAF, Structure
 from .common import PathLike, check_unchanged, naming, open_regular, position
 from .mapped import MappedArrays, map_npy, viewed_as
 
-__all__ = [
-    "MANIFEST",
-    "RaggedArrays",
-    "files_of",
-    "open_manifest",
-    "structure_to_json",
-    "write_manifest",
-]
-
 MANIFEST = "faststep.json"
 FORMAT, VERSION = "faststep arrays", 1
 WRITTEN = re.compile(r"[A-Za-z0-9_-]+(\.offsets)?\.npy")  # what names of files are like

@@ -12,8 +12,6 @@ from .handles import located, one_of_few
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
-__all__ = ["ParquetDataset"]
-
 
 class ParquetDataset(GroupedDataset):
     """Rows of Parquet files. Each thread of each process opens them for itself, on first use.

@@ -12,8 +12,6 @@ import tempfile
 from .common import FormatError
 from .manifest import MANIFEST, files_of
 
-__all__ = ["Destination"]
-
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux's
 
 

@@ -14,8 +14,6 @@ from ..types import Array, Handle, Transform
 from .common import FormatError, library, naming
 from .handles import RecordDataset
 
-__all__ = ["Form", "GroupedDataset", "chosen_columns", "fixed_rows", "form_of", "is_fixed"]
-
 CACHED_GROUPS = 2  # per thread; more would be a copy of the file
 
 

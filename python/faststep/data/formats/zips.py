@@ -17,8 +17,6 @@ from .common import FormatError, PathLike, naming, open_regular
 from .fields import BASIC, MOST_UNPACKED, WithFields, key_and_field
 from .handles import RangeDataset, located
 
-__all__ = ["ZipDataset", "is_zip"]
-
 LOCAL = struct.Struct("<4s22xHH")  # its mark; how long the name and what follows it are
 ENCRYPTED = 1
 KINDS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)

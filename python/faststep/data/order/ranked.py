@@ -12,8 +12,6 @@ from ..types import State
 from .keyed import KeyedSampler
 from .orders import Order, Run, SequentialOrder, other_epoch
 
-__all__ = ["DistributedOrder", "KeyedOrder"]
-
 
 class KeyedOrder(SequentialOrder):
     """Of a KeyedSampler."""

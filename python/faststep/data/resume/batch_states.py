@@ -9,8 +9,6 @@ from ..order.stateful import is_stateful, load_map, snapshot, states_of
 from ..types import CollateFn, State, WorkerInitFn
 from .stream import Source, dataset_of
 
-__all__ = ["BatchWithStates", "CollateWithStates", "InitWorker"]
-
 
 class BatchWithStates:
     """A batch on its way from a worker, with the position that only the worker knows.

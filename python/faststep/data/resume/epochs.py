@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-__all__ = ["EpochListener", "SetEpoch"]
-
 
 class SetEpoch:
     """A call of `set_epoch`. A worker process makes it, of its dataset, when this is unpickled."""

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from ..order.stateful import opened
 from ..types import Loader, State
 
-__all__ = ["EpochIterator", "Progress", "Worker", "worker_of"]
-
 
 class Worker(NamedTuple):
     """The position of a worker in a dataset, where only the worker knows it."""

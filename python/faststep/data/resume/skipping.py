@@ -15,8 +15,6 @@ from torch.utils.data import get_worker_info
 from ..._torch.data_loader import pin_memory
 from ..types import CollateFn
 
-__all__ = ["BatchWithSkipped", "SkippingCollate", "SkippingDataset", "skipping"]
-
 MOST_IN_A_ROW = 1000  # samples of an iterator that raises and raises
 SHOWN = 500  # characters
 

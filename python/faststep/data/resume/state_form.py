@@ -10,8 +10,6 @@ import torch
 
 from ..types import State
 
-__all__ = ["check_form"]
-
 Test = Callable[[Any], bool]
 
 

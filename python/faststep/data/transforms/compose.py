@@ -19,8 +19,6 @@ from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
 
-__all__ = ["Compose"]
-
 SLOTS_KEPT = 3  # the batch that is made, the one in use, and one that autograd still has
 
 

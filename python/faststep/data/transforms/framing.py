@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Framing", "Offset"]
-
 Offset = int | Tensor  # the same for all samples, or (N,) int64
 
 

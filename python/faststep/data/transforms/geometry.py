@@ -11,15 +11,6 @@ from torch import Tensor
 
 from .framing import Framing, Offset
 
-__all__ = [
-    "CenterCrop",
-    "Geometry",
-    "RandomCrop",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-    "Resize",
-]
-
 Size = int | tuple[int, int]
 ATTEMPTS = 10  # of RandomResizedCrop, to find a window that fits
 

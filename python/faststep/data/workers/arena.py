@@ -18,8 +18,6 @@ import torch
 from ... import _C
 from ..deliver.copies import ask_for_locked_memory
 
-__all__ = ["Arena", "Workers", "arena_of"]
-
 _keys = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 

@@ -21,8 +21,6 @@ from .arena import Arena
 from .packed_batch import pack
 from .rows import CONTAINERS, Rows
 
-__all__ = ["Packer", "Start"]
-
 
 class Start:
     """Run first in a worker process, before the user's `worker_init_fn`."""

@@ -9,8 +9,6 @@ from ..types import Loader, State
 from .arena import Arena, Workers
 from .packer import Packer, Start
 
-__all__ = ["ProcessIterator"]
-
 
 class ProcessIterator(OwnWorkers):
     """torch's iterator, whose workers get another collate function and start another way.
