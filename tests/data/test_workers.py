@@ -388,7 +388,7 @@ MORE = [Text("a"), Pair(1, 2), numpy.float64(1), 1j, {1}, torch.ones(1), UserDic
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [1, x], lambda x: [{"a": (x,)}]])
-def test_values_that_need_no_parcel_are_told_from_others(wrap: Callable[[Any], Any]) -> None:
+def test_values_that_need_no_packing_are_told_from_others(wrap: Callable[[Any], Any]) -> None:
     assert all(_C.is_built_in(wrap(value)) for value in BUILT_IN[:7])
     assert not any(_C.is_built_in(wrap(value)) for value in MORE)
     assert all(_C.is_built_in(value) for value in BUILT_IN)

@@ -98,15 +98,15 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._bytes = 0  # of the newest batch, if it was gathered
         self._slots = slots
         self._batch_sampler = loader.batch_sampler
-        self._window = AHEAD
+        self._prefetch = AHEAD
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
         self._known = NO_RUN
         if self._num_workers:
-            self._window = max(1, asked_ahead(loader))
-            self._asked_ahead += self._window
+            self._prefetch = max(1, asked_ahead(loader))
+            self._asked_ahead += self._prefetch
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
         device = loader._faststep.device
-        self._held = 0 if device is None else loader._faststep.prefetch_to_device
+        self._on_device = 0 if device is None else loader._faststep.prefetch_to_device
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = _process
@@ -132,9 +132,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._is_fetched = False  # the arrays are gone: torch's fetcher makes the rest
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
-        self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
+        self._slots.keep((min(self._prefetch, AHEAD * 4) + self._on_device + 3) * slots_per_batch)
         if self._num_workers:
-            self._request_until(self._window)
+            self._request_until(self._prefetch)
             if order is not None:
                 self._add_known(order)
 
@@ -206,7 +206,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
         size = max(1, order.batch_size * self._plan.row_bytes)
-        return max(2, min(self._window, MOST_BYTES_AHEAD // size))
+        return max(2, min(self._prefetch, MOST_BYTES_AHEAD // size))
 
     def _add(self, number: int, indices: object, arguments: object, submits: bool) -> None:
         arrays, batch = self._submit(arguments) if submits else (None, None)

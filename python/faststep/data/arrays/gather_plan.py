@@ -112,8 +112,8 @@ class Plan:
             columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
         if isinstance(dataset, ColumnDataset) and _is(dataset, dataset._reads_rows_as()):
-            window, names = dataset._structure()
-            rows = [self._add_rows(found, window, names, name) for found in dataset._columns()]
+            structure, names = dataset._structure()
+            rows = [self._add_rows(found, structure, names, name) for found in dataset._columns()]
             return self._add_joined(rows)
         if _is(dataset, Subset):
             return self._add_subset(dataset, name)

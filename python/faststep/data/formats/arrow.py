@@ -51,7 +51,7 @@ class ArrowDataset(GroupedDataset):
 
     Raises:
         FormatError: the file is damaged, or a column is not there or of a type without a place in a
-            sample; when a record is read, that a value is missing.
+            sample; when a sample is read, that a value is missing.
         ImportError: pyarrow is not installed.
     """
 

@@ -18,7 +18,7 @@ PathLike = str | os.PathLike[str]
 
 
 class FormatError(ValueError):
-    """A file is not what it should be; the message names it and, if there is one, the record."""
+    """A file is not what it should be; the message names it and, if there is one, the sample."""
 
 
 def library(name: str, extra: str) -> Handle:

@@ -1,7 +1,7 @@
 """The result of `convert`: a directory of .npy files, and a manifest that describes them.
 
 A field is one file of rows ("rows"), or items one after another with a file of the places where
-each record begins ("ragged", "text", "bytes").
+the value of each sample begins ("ragged", "text", "bytes").
 """
 
 from __future__ import annotations

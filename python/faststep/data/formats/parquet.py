@@ -29,7 +29,7 @@ class ParquetDataset(GroupedDataset):
 
     Raises:
         FormatError: a file is damaged, of other columns than the first, or a column is not there or
-            of a type without a place in a sample; when a record is read, that a value is missing.
+            of a type without a place in a sample; when a sample is read, that a value is missing.
         ImportError: pyarrow is not installed.
     """
 

@@ -12,7 +12,7 @@ import torch
 
 from ..types import Array, Handle, Transform
 from .common import FormatError, library, naming
-from .handles import RecordDataset
+from .handles import IndexedDataset
 
 CACHED_GROUPS = 2  # per thread; more would be a copy of the file
 
@@ -150,7 +150,7 @@ def _tensor(rows: object) -> torch.Tensor:
     return torch.from_numpy(numpy.array(rows))
 
 
-class GroupedDataset(RecordDataset):
+class GroupedDataset(IndexedDataset):
     """Rows of a table in groups that are read as a whole; the last few stay in memory.
 
     Args:

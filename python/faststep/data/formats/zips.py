@@ -90,10 +90,10 @@ class ZipDataset(WithFields, RangeDataset):
         return [self._sample(place) for place in places]
 
     def _sample(self, place: int) -> object:
-        number, record = located(self._ends, place)
+        number, inside = located(self._ends, place)
         start, end = self._keys_end[place : place + 2].tolist()
         key = self._keys[start:end].decode("utf-8", "surrogateescape")
-        name = f"{self.paths[number]}: sample {record} ({key!r})"
+        name = f"{self.paths[number]}: sample {inside} ({key!r})"
         first, last = self._files_end[place : place + 2].tolist()
         files = [_Member(*row) for row in self._files[first:last].tolist()]
         there = {self._names[file.field]: file for file in files}

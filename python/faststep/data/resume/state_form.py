@@ -149,9 +149,9 @@ def check_form(state: State) -> None:
     """
     _check(state, LOADER, "state")
     _check(state["_sampler_iter_state"] or {}, SAMPLER, "state['_sampler_iter_state']")
-    for number, record in enumerate(state.get("_workers", ())):
-        _check(record, WORKER, f"state['_workers'][{number}]")
-    # a state without records has none to check; one with them has one for each worker
+    for number, saved in enumerate(state.get("_workers", ())):
+        _check(saved, WORKER, f"state['_workers'][{number}]")
+    # a state has none of its workers, or all
     expected = max(1, state.get("_num_workers", 0))
     if "_workers" in state and len(state["_workers"]) != expected:
         raise ValueError(
