@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler, transforms
 
+from .shapes import Streamed
 from .torch_and_ours import seeded
 
 
@@ -39,11 +40,6 @@ class Stream(IterableDataset[int]):
 
     def load_state_dict(self, state: Any) -> None:
         self.at = state["at"]
-
-
-class Plain(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(30))
 
 
 class Drawing(Sampler[int]):
@@ -74,7 +70,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "keyed": lambda: DataLoader(range(30), 3, sampler=KeyedSampler(range(30))),
     "drawing": lambda: DataLoader(range(30), 3, sampler=Drawing()),
     "stream": lambda: DataLoader(Stream(), 3),
-    "plain stream": lambda: DataLoader(Plain(), 3),
+    "plain stream": lambda: DataLoader(Streamed(int, 30), 3),
     "workers": lambda: DataLoader(Stream(), 3, num_workers=2, worker_method="thread"),
     "transforms": lambda: DataLoader(
         torch.utils.data.TensorDataset(torch.zeros(30, 3, 4, 4, dtype=torch.uint8)),

@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from faststep.data import DataLoader
 from faststep.data.stats import MOST_OBJECTS, _bytes_of
 from faststep.data.transforms import Compose, RandomHorizontalFlip
 
+from .shapes import Mapped
 
-class Slow(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 12
 
-    def __getitem__(self, index: int) -> Tensor:
-        time.sleep(0.002)
-        return torch.full((3, 4, 4), float(index))
+def slow(index: int) -> torch.Tensor:
+    time.sleep(0.002)
+    return torch.full((3, 4, 4), float(index))
+
+
+def samples() -> Mapped:
+    return Mapped(slow, 12)
 
 
 def tensors() -> TensorDataset:
@@ -38,7 +39,7 @@ def stats_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["0 workers", "1 worker"])
 @pytest.mark.parametrize("method", ["process", "thread"])
-@pytest.mark.parametrize("make", [tensors, Slow])
+@pytest.mark.parametrize("make", [tensors, samples])
 def test_every_path_counts(make: Any, method: str, options: dict[str, Any]) -> None:
     loader = DataLoader(make(), 4, worker_method=method, **options)
     assert loader.stats() is None
@@ -63,7 +64,7 @@ def test_every_path_counts(make: Any, method: str, options: dict[str, Any]) -> N
 
 
 def test_waits_are_the_consumers() -> None:
-    loader = DataLoader(Slow(), 4)
+    loader = DataLoader(samples(), 4)
     list(loader)
     assert stats_of(loader)["wait"]["p50"] >= 4 * 0.002
 
@@ -84,7 +85,7 @@ def test_stages_add_up() -> None:
 
 
 def test_persistent_workers_begin_anew() -> None:
-    loader = DataLoader(Slow(), 4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(samples(), 4, num_workers=1, persistent_workers=True)
     iterator = iter(loader)
     list(iterator)
     assert iter(loader) is iterator
@@ -177,7 +178,7 @@ def test_bytes_take_a_short_look(make: Callable[[], Any], count: int | None) -> 
 
     for workers in (0, 2):
         options: dict[str, Any] = {"num_workers": workers, "worker_method": "thread"}
-        loader = DataLoader(Slow(), 4, collate_fn=collate, **(options if workers else {}))
+        loader = DataLoader(samples(), 4, collate_fn=collate, **(options if workers else {}))
         assert [delivered is batch for delivered in loader] == [True] * 3
         assert stats_of(loader)["bytes"] == (None if count is None else 3 * count * X.nbytes)
 
