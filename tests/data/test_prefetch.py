@@ -6,9 +6,7 @@ tests/device/test_prefetch.py has the order of what a CUDA device does.
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.deliver.stages import DeviceIterator
 from programs import Programs
 
 from .shapes import Streamed
@@ -209,17 +206,6 @@ def test_batches_may_be_kept_and_their_memory_is_used_again() -> None:
     made_later, free, held = loader._faststep.slots.counts()
     assert made_later == made  # no memory comes from the system any more
     assert (free > 0, held) == (True, 0)
-
-
-def test_the_loader_can_be_copied_and_its_iterator_cannot() -> None:
-    loader = DataLoader(table(), BATCH, num_workers=1, persistent_workers=True, device="cpu")
-    iterator = iter(loader)
-    next(iterator)
-    for again in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert type(iter(again)) is DeviceIterator
-        assert all_of(again) == all_of(loader)
-    with pytest.raises(NotImplementedError, match="cannot be pickled"):
-        pickle.dumps(iterator)
 
 
 @pytest.mark.parametrize("bad", [False, True])

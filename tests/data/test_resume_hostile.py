@@ -163,12 +163,23 @@ def test_the_message(key: str, value: Any, message: str) -> None:
     assert len(values(iterator)) == 9
 
 
-def test_a_place_behind_the_end() -> None:
-    state = with_value(
-        state_of("in order", False), ("_sampler_iter_state", "samples_yielded"), 10**9
-    )
-    with pytest.raises(ValueError, match="after 1000000000 samples, and there are 30"):
-        LOADERS["in order"]().load_state_dict(state)
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "message"),
+    [
+        (
+            "in order",
+            ("_sampler_iter_state", "samples_yielded"),
+            10**9,
+            "after 1000000000 samples, and there are 30",
+        ),
+        ("stream", ("_workers",), KeyError, "does not say where its workers were"),
+    ],
+)
+def test_a_position_that_cannot_be(
+    kind: str, path: tuple[str, ...], value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LOADERS[kind]().load_state_dict(with_value(state_of(kind, False), path, value))
 
 
 @pytest.mark.parametrize(
@@ -207,12 +218,6 @@ def test_the_generator_of_numpy(place: int, words: Any) -> None:
     with pytest.raises(ValueError, match="expected random states"):
         LOADERS["drawing"]().load_state_dict(state)
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
-
-
-def test_a_stream_without_its_workers() -> None:
-    state = with_value(state_of("stream", False), ("_workers",), KeyError)
-    with pytest.raises(ValueError, match="does not say where its workers were"):
-        LOADERS["stream"]().load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [None, 3, "x", [], {}, {"_num_yielded": 3}])

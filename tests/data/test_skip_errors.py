@@ -13,9 +13,6 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 from faststep.data import DataLoader
 
-from .shapes import SHAPES
-from .torch_and_ours import plain
-
 ROWS = 12
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -320,18 +317,3 @@ def test_threads_make_no_files_of_batches() -> None:
     loader = DataLoader(Map([1]), 3, skip_errors=True, num_workers=1, worker_method="thread")
     with pytest.warns(UserWarning, match="skip_errors"):
         assert not any(batch.is_shared() for batch in loader)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_without_errors_nothing_differs(name: str) -> None:
-    kind, make, own = SHAPES[name]
-    options = {"batch_size": 4, "num_workers": 1, **own}
-    batches = []
-    for more in ({"skip_errors": True}, {}):
-        torch.manual_seed(0)
-        loader: Any = DataLoader(kind(make, ROWS + 1), **options, **more)
-        batches.append([*loader, torch.get_rng_state()])
-    assert plain(batches[0]) == plain(batches[1])
-    loader = DataLoader(kind(make, ROWS), skip_errors=True, **options)
-    list(loader)
-    assert skipped(loader) == {"samples": 0, "batches": 0, "named": []}

@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from faststep.data import DataLoader
-from faststep.data.stats import MOST_OBJECTS, _bytes_of
+from faststep.data.stats import ALL_OF, MOST_OBJECTS, ONE_IN, _bytes_of
 from faststep.data.transforms import Compose, RandomHorizontalFlip
 
-from .shapes import Mapped
+from .shapes import SHAPES, Mapped, tensor
+from .torch_and_ours import plain
 
 
 def slow(index: int) -> torch.Tensor:
@@ -189,3 +190,50 @@ def test_large_batches_of_python_objects_cost_nothing() -> None:
     for _ in range(1000):
         _bytes_of(batch)
     assert time.perf_counter() - start < 1  # 49 ms for each, if all of it is looked at
+
+
+COUNT, BATCH, SEED = 14, 4, 7
+
+
+@pytest.mark.parametrize(("workers", "skips"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_comes_as_torchs_does(name: str, workers: int, skips: bool) -> None:
+    kind, make, own = SHAPES[name]
+    options = {"batch_size": BATCH, "num_workers": workers, **own}
+    torch.manual_seed(SEED)
+    expected = list(torch.utils.data.DataLoader(kind(make, COUNT), **options))
+    after = torch.get_rng_state()
+
+    torch.manual_seed(SEED)
+    loader = DataLoader(kind(make, COUNT), **options, skip_errors=skips)
+    iterator = iter(loader)
+    begun = [next(iterator), next(iterator)]
+    state = loader.state_dict()
+    assert plain([*begun, *iterator]) == plain(expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    stats = loader.stats()
+    assert stats is not None
+    assert stats["batches"] == len(expected)
+    assert stats["wait"]["total"] > 0
+    assert stats.get("skipped") == ({"samples": 0, "batches": 0, "named": []} if skips else None)
+
+    resumed = DataLoader(kind(make, COUNT), **options, skip_errors=skips)
+    resumed.load_state_dict(state)
+    assert plain([*resumed]) == plain(expected[2:])
+
+
+def test_few_batches_are_looked_through() -> None:
+    batches, looks = 4 * ONE_IN, 0
+    loader: DataLoader[Any] = DataLoader(Mapped(tensor, batches), 1)
+    iterator: Any = iter(loader)
+
+    def count(batch: torch.Tensor) -> int:
+        nonlocal looks
+        looks += 1
+        return batch.nbytes
+
+    iterator.bytes_of = count
+    size = sum(batch.nbytes for batch in iterator)
+    stats = loader.stats()
+    assert stats is not None
+    assert (stats["bytes"], looks) == (size, ALL_OF + 4)
