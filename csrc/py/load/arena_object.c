@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include "gpu/context.h"
-#include "io/arena_lock.h"
+#include "io/arena.h"
 #include "py/load/arguments.h"
 
 typedef struct {
@@ -165,14 +165,20 @@ static PyObject *arena_put(PyObject *object, PyObject *args)
     return status.code ? fst_raise(&status) : PyLong_FromSize_t(block);
 }
 
-static PyObject *arena_send(PyObject *object, PyObject *number)
+/* Does something with an existing block. */
+static PyObject *on_block(PyObject *object, PyObject *number, void (*act)(fst_arena *, size_t))
 {
     const arena_object *self = (arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
-    fst_arena_send(self->arena, (size_t)block);
+    act(self->arena, (size_t)block);
     return Py_NewRef(Py_None);
+}
+
+static PyObject *arena_send(PyObject *object, PyObject *number)
+{
+    return on_block(object, number, fst_arena_send);
 }
 
 static PyObject *arena_sent(PyObject *object, PyObject *number)
@@ -184,12 +190,7 @@ static PyObject *arena_sent(PyObject *object, PyObject *number)
 
 static PyObject *arena_give_back(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
-    const Py_ssize_t block = read_block(self, number);
-    if (block < 0)
-        return NULL;
-    fst_arena_give_back(self->arena, (size_t)block);
-    return Py_NewRef(Py_None);
+    return on_block(object, number, fst_arena_give_back);
 }
 
 static PyObject *arena_hold(PyObject *object, PyObject *args)
@@ -225,12 +226,7 @@ static PyObject *arena_pin(PyObject *object, PyObject *unused)
 
 static PyObject *arena_unpin(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
-    const Py_ssize_t block = read_block(self, number);
-    if (block < 0)
-        return NULL;
-    fst_arena_end_hold(self->arena, (size_t)block);
-    return Py_NewRef(Py_None);
+    return on_block(object, number, fst_arena_end_hold);
 }
 
 static PyObject *arena_sweep(PyObject *object, PyObject *unused)
