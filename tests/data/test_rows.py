@@ -16,7 +16,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from faststep.data import DataLoader
 from faststep.data.workers import packed_batch
 from faststep.data.workers.arena import Arena
-from faststep.data.workers.packer import Packer
+from faststep.data.workers.processes import Packer
 
 from .shapes import Mapped
 from .torch_and_ours import plain, without_sanitizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,21 +51,16 @@ def converted(
     return Converted(array, dtype, scale, mean, std)
 
 
+@dataclass(eq=False)
 class Converted:
     """The result of `converted`. `check` is called before all other methods."""
 
-    def __init__(
-        self,
-        array: Array,
-        dtype: torch.dtype,
-        scale: float,
-        mean: Numbers | None,
-        std: Numbers | None,
-    ) -> None:
-        self.array = array
-        self.dtype = dtype
-        self.scale, self.mean, self.std = scale, mean, std
-        self._normal: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    array: Array
+    dtype: torch.dtype
+    scale: float
+    mean: Numbers | None
+    std: Numbers | None
+    _normal: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch.utils.data import ConcatDataset, Dataset
@@ -77,7 +78,7 @@ class ArrowDataset(GroupedDataset):
         batches = _opened(self.path)
         columns = [name for name in self.columns if name in batches.schema.names]
         check_unchanged(self.path, self._form, _form(batches, columns, self.path))
-        return batches, self._new_cache()
+        return batches, OrderedDict()
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:

@@ -60,7 +60,7 @@ class ParquetDataset(GroupedDataset):
         self._marks = [file_mark(path) for path in self.paths]  # there may be copies of them here
 
     def _open_handle(self) -> object:
-        return OrderedDict(), self._new_cache()
+        return OrderedDict(), OrderedDict()
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -220,10 +219,6 @@ class GroupedDataset(IndexedDataset):
             cache[group] = values
         cache.move_to_end(group)
         return values
-
-    @staticmethod
-    def _new_cache() -> OrderedDict[int, dict[str, _Values]]:
-        return OrderedDict()
 
 
 def _one_array(column: Array) -> Array:

@@ -27,7 +27,7 @@ class SetEpoch:
 
 def _call_in_worker(arguments: tuple[object, ...], options: dict[str, object]) -> None:
     info: Any = get_worker_info()
-    info.dataset.set_epoch(*arguments, **options)
+    SetEpoch(arguments, options).call(info.dataset)
 
 
 class EpochListener:
