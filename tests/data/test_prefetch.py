@@ -20,7 +20,7 @@ from programs import Programs
 
 from .shapes import Streamed
 from .test_lifetime import data_threads
-from .torch_and_ours import child, plain, run, seeded
+from .torch_and_ours import plain, run, seeded
 
 ROWS, BATCH = 23, 3
 STEPS = 8
@@ -249,18 +249,6 @@ def test_outputs_of_another_form_are_refused() -> None:
     assert taken is not None
     assert taken[0] is mine
     assert torch.equal(mine, rows[3:5])
-
-
-def test_a_forked_child_goes_on() -> None:
-    iterator = iter(DataLoader(table(), BATCH, device="cpu"))
-    next(iterator)
-
-    def work() -> None:
-        assert [row for _, y in iterator for row in y.tolist()] == list(range(BATCH, ROWS))
-
-    with iterator._lock:  # another thread may be in it
-        child(work)
-    assert len(list(iterator)) == STEPS - 1
 
 
 FORKED_WHILE_IT_COPIES = """

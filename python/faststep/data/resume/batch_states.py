@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..._torch.data_loader import pin_memory, set_worker_dataset
 from ..order.stateful import is_stateful, load_map, snapshot, states_of
-from ..types import CollateFn, State, WorkerInitFn
+from ..types import CollateFn, WorkerInitFn
 from .stream import Source, dataset_of
 
 
@@ -51,15 +51,14 @@ class CollateWithStates:
             draws = source.new_draws() if source else {}
             return BatchWithStates(batch, None, pickle.dumps(draws)) if draws else batch
         if source is None:  # each time, as indices cannot be read again
-            return BatchWithStates(batch, snapshot(self._states_of_map), None)
+            return BatchWithStates(
+                batch, snapshot(lambda: states_of(self._dataset, None, False)), None
+            )
         is_due = source.pace.is_due()  # counts
         if not is_due and self._has_sent:
             return batch
         self._has_sent = True  # the first one always, so that epochs can be told apart
         return BatchWithStates(batch, source.pace.take(source.states), None)
-
-    def _states_of_map(self) -> State:
-        return states_of(self._dataset, None, False)
 
 
 @dataclass(eq=False)
