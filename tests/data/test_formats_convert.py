@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 import faststep.data
 from faststep.cli import main
@@ -27,17 +27,14 @@ from .written import FIELDS, WRITERS, rows
 results: Any = sys.modules["faststep.data.formats.results"]
 
 
-class Samples(Dataset[Any]):
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
+class Samples(list[Any]):
+    """Raises what is an error among them."""
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        if isinstance(self.samples[index], BaseException):
-            raise self.samples[index]
-        return self.samples[index]
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
 
 class Doubled(ArrayDataset):

@@ -190,24 +190,6 @@ def test_objects_move_by_themselves_when_they_are_delivered() -> None:
         assert own.asked == 1
 
 
-def test_batches_may_be_kept_and_their_memory_is_used_again() -> None:
-    loader = DataLoader(table(), BATCH, device="cpu", prefetch_to_device=3)
-    want = all_of(torch.utils.data.DataLoader(table(), BATCH))
-    kept = list(loader)
-    for _ in range(3):
-        assert all_of(loader) == want
-    assert all_of(kept) == want
-    del kept
-    assert loader._faststep.slots is not None
-    places = {batch[0].data_ptr() for batch in loader}
-    made = loader._faststep.slots.counts()[0]
-    places |= {batch[0].data_ptr() for _ in range(4) for batch in loader}
-    assert len(places) <= 4 + 3 + 3
-    made_later, free, held = loader._faststep.slots.counts()
-    assert made_later == made  # no memory comes from the system any more
-    assert (free > 0, held) == (True, 0)
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_threads_end_with_an_iterator_that_is_dropped(bad: bool) -> None:
     """Without the garbage collector's help."""

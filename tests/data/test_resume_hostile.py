@@ -16,11 +16,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler, transforms
 
+from .resumable import KeepsState
 from .shapes import Streamed
 from .torch_and_ours import seeded
 
 
-class Stream(IterableDataset[int]):
+class Stream(KeepsState, IterableDataset[int]):
     """Keeps a state, and an epoch."""
 
     def __init__(self) -> None:
@@ -34,12 +35,6 @@ class Stream(IterableDataset[int]):
             self.at += 1
             yield self.at
         self.at = 0
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
 
 
 class Drawing(Sampler[int]):

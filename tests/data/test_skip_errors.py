@@ -13,6 +13,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 from faststep.data import DataLoader
 
+from .resumable import KeepsState
+
 ROWS = 12
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -269,20 +271,14 @@ def test_many_samples_that_are_no_list_are_an_error() -> None:
         list(loader)
 
 
-class Counting(Map):
+class Counting(KeepsState, Map):
     """Keeps a state: how many samples it made."""
 
-    count = 0
+    count, kept = 0, ("count",)
 
     def __getitem__(self, index: int) -> Any:
         self.count += 1
         return super().__getitem__(index) + 100 * self.count
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 @pytest.mark.parametrize("way", ["alone", "process"])

@@ -219,9 +219,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._start()
                 continue
             given = self._with_pinned_outputs(*arguments) if self._gathers_pinned else arguments
-            gather = self._plan.gather
-            assert gather is not None
-            batch = gather.submit(*given)
+            batch = self._plan.gather.submit(*given)
             if batch is not None:
                 return batch or None
             self._is_current = False  # a tensor moved; batches in the queue read its old memory
@@ -320,10 +318,10 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
 
     def _stop(self) -> None:
         self._is_current = False
-        for plan in {self._plan, *(entry.plan for entry in self._queue)}:
-            if plan is not None and plan.gather is not None:
+        for plan in {self._plan, *(entry.plan for entry in self._queue if entry.plan)}:
+            if hasattr(plan, "gather"):
                 plan.gather.close()
-                plan.gather = None
+                del plan.gather
         self._queue.clear()
 
     def _finish(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -44,6 +43,8 @@ class Plan:
         NotArrays: it has samples that are not rows of arrays; says which and why.
     """
 
+    gather: _C.Gather  # its threads, once it is started
+
     def __init__(self, dataset: Dataset[object], for_threads: bool = True) -> None:
         self._for_threads = for_threads
         self.structure = LEAF
@@ -55,8 +56,8 @@ class Plan:
         self._columns: list[Column] = []
         self._nodes: list[tuple[object, ...]] = []
         self._owners: list[object] = []
-        self.gather: _C.Gather | None = None  # its threads, once it is started
-        self.length = self._add(dataset, "dataset")[1]
+        self._add(dataset, "dataset")
+        self.row_bytes = self._row_bytes()
 
     @property
     def gathered(self) -> tuple[Column, ...]:
@@ -72,9 +73,9 @@ class Plan:
         images = images_of(self.forms[field]) if len(of_rows) == 1 else None
         if images is not None:
             self.in_place = InPlace(field, images)
+            self.row_bytes = self._row_bytes()
 
-    @functools.cached_property
-    def row_bytes(self) -> int:
+    def _row_bytes(self) -> int:
         """Bytes of a sample in a batch."""
         prototypes = [form.prototype for form in self.gathered]
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
