@@ -1,8 +1,8 @@
+/* Page-locks the blocks of an arena. */
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "io/arena_lock.h"
 #include "io/arena_parts.h"
 
 static atomic_int keep_locked;

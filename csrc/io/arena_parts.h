@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "io/arena_lock.h"
+#include "io/arena.h"
 
 enum { SLACK = 1 << 20 }; /* bytes that may always be free */
 

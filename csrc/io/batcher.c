@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/stream.h"
 #include "io/clock.h"
@@ -16,16 +17,15 @@ enum {
     SLOW_BATCHES = 64, /* after such rows, so many small batches are filled by the threads */
 };
 
-typedef struct batch {
-    struct batch *next;
-    uint64_t number;
+struct fst_batch {
     size_t rows, taken, done; /* rows in all, taken by some thread, and filled */
-    int left;                 /* left to the consumer: the threads do not start it */
+    int waits;                /* is in the queue of the threads */
     int placed;               /* memory was found for it */
+    fst_batch *older, *newer; /* in that queue */
     fst_place *places;
     char **outputs;
     fst_slot *slots[]; /* one per field */
-} batch;
+};
 
 struct fst_batcher {
     const fst_table *table;
@@ -38,10 +38,7 @@ struct fst_batcher {
     pthread_t *threads;
     pthread_mutex_t lock; /* for what follows */
     pthread_cond_t work, finished;
-    batch *oldest, *newest;
-    batch *open; /* the oldest batch for the threads with rows that nobody has taken */
-    size_t queued;
-    uint64_t added;
+    fst_batch *oldest, *newest; /* batches for the threads with rows that nobody has taken */
     int closing;
 };
 
@@ -86,14 +83,17 @@ fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned t
     return batcher;
 }
 
-static batch *for_threads(batch *b)
+/* Lets the threads begin no more rows of a batch. */
+static void unlink_batch(fst_batcher *batcher, fst_batch *b)
 {
-    while (b && b->left)
-        b = b->next;
-    return b;
+    if (!b->waits)
+        return;
+    *(b->older ? &b->older->newer : &batcher->oldest) = b->newer;
+    *(b->newer ? &b->newer->older : &batcher->newest) = b->older;
+    b->waits = 0;
 }
 
-static void give_slots_back(const fst_table *table, batch *b)
+static void give_slots_back(const fst_table *table, fst_batch *b)
 {
     for (size_t f = 0; f < table->field_count; f++) {
         if (b->slots[f])
@@ -105,7 +105,7 @@ static void give_slots_back(const fst_table *table, batch *b)
 /* Finds memory for a batch when its first rows are copied, with the lock held. A consumer who
  * waits then gets the slots of the last two or three batches again, not one more for each batch
  * queued. */
-static fst_code place(const fst_batcher *batcher, batch *b, fst_status *status)
+static fst_code place(const fst_batcher *batcher, fst_batch *b, fst_status *status)
 {
     for (size_t f = 0; f < batcher->table->field_count; f++) {
         const size_t row = fst_field_row_bytes(&batcher->table->fields[f]);
@@ -120,17 +120,17 @@ static fst_code place(const fst_batcher *batcher, batch *b, fst_status *status)
 }
 
 /* Fills the next piece of a batch. Releases the lock meanwhile. */
-static void fill_piece(fst_batcher *batcher, batch *b)
+static void fill_piece(fst_batcher *batcher, fst_batch *b)
 {
     const size_t begin = b->taken, left = b->rows - begin;
     const size_t end = begin + (left < batcher->piece ? left : batcher->piece);
+    const int stream = b->rows * batcher->row_bytes >= FST_STREAM_BYTES;
     b->taken = end;
-    if (end == b->rows && batcher->open == b)
-        batcher->open = for_threads(b->next);
+    if (end == b->rows)
+        unlink_batch(batcher, b);
     pthread_mutex_unlock(&batcher->lock);
     const int64_t start = batcher->may_wait ? fst_now_ns() : 0;
-    fst_table_copy(batcher->table, b->places, begin, end, b->outputs,
-                   b->rows * batcher->row_bytes >= FST_STREAM_BYTES);
+    fst_table_copy(batcher->table, b->places, begin, end, b->outputs, stream);
     const int64_t spent = batcher->may_wait ? fst_now_ns() - start : 0;
     pthread_mutex_lock(&batcher->lock);
     if (spent > SLOW_NS + (int64_t)((end - begin) * batcher->row_bytes))
@@ -144,13 +144,12 @@ static void fill_piece(fst_batcher *batcher, batch *b)
  * consumer, who reports it. */
 static void help(fst_batcher *batcher)
 {
-    batch *b = batcher->open;
+    fst_batch *b = batcher->oldest;
     fst_status status = {0};
-    b->left = !b->placed && place(batcher, b, &status);
-    if (b->left)
-        batcher->open = for_threads(b);
-    else
+    if (b->placed || !place(batcher, b, &status))
         fill_piece(batcher, b);
+    else
+        unlink_batch(batcher, b);
 }
 
 static void *work(void *argument)
@@ -158,7 +157,7 @@ static void *work(void *argument)
     fst_batcher *batcher = argument;
     pthread_mutex_lock(&batcher->lock);
     while (!batcher->closing)
-        if (batcher->open)
+        if (batcher->oldest)
             help(batcher);
         else
             pthread_cond_wait(&batcher->work, &batcher->lock);
@@ -183,27 +182,20 @@ static void start_threads(fst_batcher *batcher)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static void free_batch(const fst_table *table, batch *b)
-{
-    give_slots_back(table, b);
-    free(b->places);
-    free(b->outputs);
-    free(b);
-}
-
 /* Allocates a batch with room for the places of its samples. */
-static batch *new_batch(const fst_batcher *batcher, size_t rows, fst_status *status)
+static fst_batch *new_batch(const fst_table *table, size_t rows, fst_status *status)
 {
-    const fst_table *table = batcher->table;
-    batch *b = calloc(1, sizeof *b + table->field_count * sizeof b->slots[0]);
-    if (!b || !(b->places = malloc((rows + 1) * sizeof *b->places)) ||
-        !(b->outputs = malloc((table->field_count + 1) * sizeof *b->outputs))) {
-        if (b)
-            free_batch(table, b);
+    const size_t fields = table->field_count;
+    const size_t head = sizeof(fst_batch) + fields * (sizeof(fst_slot *) + sizeof(char *));
+    fst_batch *b = malloc(head + rows * sizeof *b->places);
+    if (!b) {
         fst_fail(status, FST_NO_MEMORY, "no memory for the places of %zu samples", rows);
         return NULL;
     }
+    memset(b, 0, head);
     b->rows = rows;
+    b->outputs = (char **)&b->slots[fields];
+    b->places = (fst_place *)&b->outputs[fields];
     return b;
 }
 
@@ -221,56 +213,48 @@ static int is_for_threads(fst_batcher *batcher, size_t rows)
     return slow;
 }
 
-static void enqueue(fst_batcher *batcher, batch *b, int wake)
+/* Hands a batch to the threads, and wakes them. */
+static void enqueue(fst_batcher *batcher, fst_batch *b)
 {
-    if (wake && batcher->started < batcher->wanted)
+    if (batcher->started < batcher->wanted)
         start_threads(batcher);
     pthread_mutex_lock(&batcher->lock);
-    *(batcher->newest ? &batcher->newest->next : &batcher->oldest) = b;
+    b->waits = 1;
+    b->older = batcher->newest;
+    *(b->older ? &b->older->newer : &batcher->oldest) = b;
     batcher->newest = b;
-    if (!batcher->open)
-        batcher->open = for_threads(b);
-    batcher->queued++;
-    if (wake)
-        pthread_cond_broadcast(&batcher->work);
+    pthread_cond_broadcast(&batcher->work);
     pthread_mutex_unlock(&batcher->lock);
 }
 
-fst_code fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count,
-                         char *const *outputs, uint64_t *number, fst_status *status)
+fst_batch *fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count,
+                           char *const *outputs, fst_status *status)
 {
-    int known = count > 0;
-    *number = 0;
     if (batcher->forks != fst_forks())
-        return wrong_process(status);
-    batch *b = known ? new_batch(batcher, count, status) : NULL;
+        wrong_process(status);
+    fst_batch *b = count && !status->code ? new_batch(batcher->table, count, status) : NULL;
+    for (size_t i = 0; b && i < count; i++)
+        if (fst_table_find(batcher->table, indices[i], &b->places[i])) {
+            free(b);
+            return NULL;
+        }
     if (!b)
-        return status->code;
-    for (size_t i = 0; known && i < count; i++)
-        known = !fst_table_find(batcher->table, indices[i], &b->places[i]);
-    const int wake = known && is_for_threads(batcher, count);
-    if (!known) {
-        free_batch(batcher->table, b);
-        return status->code;
-    }
-    b->left = !wake;
+        return NULL;
     for (size_t f = 0; outputs && f < batcher->table->field_count; f++)
         b->outputs[f] = outputs[f];
     b->placed = outputs != NULL;
-    *number = b->number = ++batcher->added;
-    enqueue(batcher, b, wake);
-    return FST_OK;
+    if (is_for_threads(batcher, count))
+        enqueue(batcher, b);
+    return b;
 }
 
-fst_code fst_batcher_wait(fst_batcher *batcher, int milliseconds, int *done, fst_status *status)
+fst_code fst_batcher_wait(fst_batcher *batcher, fst_batch *b, int milliseconds, int *done,
+                          fst_status *status)
 {
     *done = 0;
     if (batcher->forks != fst_forks())
         return wrong_process(status);
     const struct timespec deadline = fst_time_after(milliseconds);
-    batch *b = batcher->oldest; /* as fst_batcher_queued */
-    if (!b)
-        return fst_fail(status, FST_BAD_VALUE, "no batch was asked for");
     pthread_mutex_lock(&batcher->lock);
     while (b->done < b->rows && (b->placed || !place(batcher, b, status))) {
         if (b->taken < b->rows)
@@ -285,49 +269,46 @@ fst_code fst_batcher_wait(fst_batcher *batcher, int milliseconds, int *done, fst
     return status->code;
 }
 
-size_t fst_batcher_take(fst_batcher *batcher, fst_slot **slots)
+size_t fst_batcher_take(const fst_batcher *batcher, fst_batch *b, fst_slot **slots)
 {
-    pthread_mutex_lock(&batcher->lock);
-    batch *b = batcher->oldest;
-    batcher->oldest = b->next;
-    if (!batcher->oldest)
-        batcher->newest = NULL;
-    batcher->queued--;
-    pthread_mutex_unlock(&batcher->lock);
     const size_t rows = b->rows;
-    for (size_t f = 0; f < batcher->table->field_count; f++) {
-        slots[f] = b->slots[f];
-        b->slots[f] = NULL;
-    }
-    free_batch(batcher->table, b);
+    memcpy(slots, b->slots, batcher->table->field_count * sizeof *slots);
+    free(b);
     return rows;
 }
 
-uint64_t fst_batcher_oldest(const fst_batcher *batcher)
-{
-    return batcher->oldest ? batcher->oldest->number : 0; /* as fst_batcher_queued */
-}
-
-size_t fst_batcher_queued(const fst_batcher *batcher)
-{
-    return batcher->queued; /* only the caller of these functions changes it */
-}
-
-void fst_batcher_free(fst_batcher *batcher)
+void fst_batcher_drop(fst_batcher *batcher, fst_batch *b)
 {
     if (batcher->forks != fst_forks())
         return; /* a thread that does not exist here may hold the lock */
+    pthread_mutex_lock(&batcher->lock);
+    unlink_batch(batcher, b);
+    b->rows = b->taken;
+    while (b->done < b->rows)
+        pthread_cond_wait(&batcher->finished, &batcher->lock);
+    pthread_mutex_unlock(&batcher->lock);
+    give_slots_back(batcher->table, b);
+    free(b);
+}
+
+void fst_batcher_end(fst_batcher *batcher)
+{
+    if (batcher->forks != fst_forks())
+        return;
     pthread_mutex_lock(&batcher->lock);
     batcher->closing = 1;
     pthread_cond_broadcast(&batcher->work);
     pthread_mutex_unlock(&batcher->lock);
     for (unsigned i = 0; i < batcher->started; i++)
         pthread_join(batcher->threads[i], NULL);
-    for (batch *b = batcher->oldest; b;) {
-        batch *next = b->next;
-        free_batch(batcher->table, b);
-        b = next;
-    }
+    batcher->started = batcher->wanted = 0;
+}
+
+void fst_batcher_free(fst_batcher *batcher)
+{
+    if (batcher->forks != fst_forks())
+        return;
+    fst_batcher_end(batcher);
     pthread_cond_destroy(&batcher->work);
     pthread_cond_destroy(&batcher->finished);
     pthread_mutex_destroy(&batcher->lock);

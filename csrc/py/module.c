@@ -44,17 +44,10 @@ static int choose_kernels(PyObject *module)
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
 }
 
-/* The types of the loader. */
-static int add_loader(PyObject *module, fst_module *state)
+static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 {
-    state->slots_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_slots_spec, NULL);
-    if (!state->slots_type || PyModule_AddType(module, state->slots_type))
-        return -1;
-    state->gather_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_gather_spec, NULL);
-    if (!state->gather_type || PyModule_AddType(module, state->gather_type))
-        return -1;
-    state->arena_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_arena_spec, NULL);
-    return state->arena_type ? PyModule_AddType(module, state->arena_type) : -1;
+    *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *type ? PyModule_AddType(module, *type) : -1;
 }
 
 static int add_tensor_error(PyObject *module, fst_module *state)
@@ -80,14 +73,13 @@ static int module_exec(PyObject *module)
     fst_module *state = fst_module_state(module);
     if (choose_kernels(module) || intern_names(&state->names) ||
         fst_tensors_init(&state->tensors) || add_tensor_error(module, state) ||
-        add_loader(module, state))
+        add_type(module, &fst_slots_spec, &state->slots_type) ||
+        add_type(module, &fst_gather_spec, &state->gather_type) ||
+        add_type(module, &fst_batch_spec, &state->batch_type) ||
+        add_type(module, &fst_arena_spec, &state->arena_type) ||
+        add_type(module, &fst_step_plan_spec, &state->plan_type))
         return -1;
-    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_step_plan_spec, NULL);
-    if (!state->plan_type || PyModule_AddType(module, state->plan_type))
-        return -1;
-    state->release_hook_type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_release_hook_spec, NULL);
-    return state->release_hook_type ? PyModule_AddType(module, state->release_hook_type) : -1;
+    return add_type(module, &fst_release_hook_spec, &state->release_hook_type);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -96,6 +88,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->plan_type);
     Py_VISIT(state->slots_type);
     Py_VISIT(state->gather_type);
+    Py_VISIT(state->batch_type);
     Py_VISIT(state->arena_type);
     Py_VISIT(state->release_hook_type);
     Py_VISIT(state->tensor_error);
@@ -109,6 +102,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->slots_type);
     Py_CLEAR(state->gather_type);
+    Py_CLEAR(state->batch_type);
     Py_CLEAR(state->arena_type);
     Py_CLEAR(state->release_hook_type);
     Py_CLEAR(state->tensor_error);

@@ -6,7 +6,7 @@ float16, and in CPU memory.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -543,8 +543,8 @@ class Gather:
         count: int = ...,
         outputs: tuple[Tensor, ...] | None = ...,
         /,
-    ) -> int | None:
-        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample.
+    ) -> Batch | Literal[False] | None:
+        """Ask for one batch. False, and nothing was done, if an index has no sample.
 
         None, and nothing was done, if a source tensor has other memory or another form than when
         this Gather was made.
@@ -552,14 +552,14 @@ class Gather:
         The batch is written to `outputs`, a contiguous tensor per field; by default to slots.
         """
 
-    def take(self, number: int, /) -> list[Tensor] | None:
-        """Wait for a batch: a tensor per field, or None if it is not there. Drops older ones."""
-
-    def queued(self) -> int:
-        """Batches that were asked for and not taken."""
-
     def close(self) -> None:
-        """End the threads. No other method works after that."""
+        """End the threads. A batch is then gathered when it is taken."""
+
+class Batch:
+    """A batch that a Gather was asked for. It is dropped with its last reference."""
+
+    def take(self) -> list[Tensor] | None:
+        """Wait for the batch: a tensor per field; None if it was taken."""
 
 def clip_grads(
     params: Sequence[Tensor], norm_type: float, max_norm: float, /

@@ -52,12 +52,21 @@ static inline void give_back(fst_slot *const *slots)
         fst_slot_give_back(slots[f]);
 }
 
-static inline void wait_for(fst_batcher *batcher)
+static inline fst_batch *add(fst_batcher *batcher, const request *r, char *const *outputs)
+{
+    fst_status status = {0};
+    fst_batch *batch = fst_batcher_add(batcher, r->indices, r->count, outputs, &status);
+    CHECK(batch && !status.code);
+    return batch;
+}
+
+static inline size_t take(fst_batcher *batcher, fst_batch *batch, fst_slot **slots)
 {
     fst_status status = {0};
     int done = 0;
     while (!done)
-        CHECK_INT(fst_batcher_wait(batcher, 1, &done, &status), FST_OK);
+        CHECK_INT(fst_batcher_wait(batcher, batch, 1, &done, &status), FST_OK);
+    return fst_batcher_take(batcher, batch, slots);
 }
 
 #endif

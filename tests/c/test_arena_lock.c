@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include "common.h"
-#include "io/arena_lock.h"
+#include "io/arena.h"
 
 enum { MEGABYTE = 1 << 20, MOST = 256, DEVICE = 3 };
 

@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include "common.h"
-#include "io/arena_lock.h"
+#include "io/arena.h"
 
 enum { WORKERS = 3, BATCHES = 200, QUEUE = 8, LARGEST = 600000 };
 

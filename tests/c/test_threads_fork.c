@@ -11,23 +11,23 @@ static void a_forked_child_is_told(void)
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
     fst_batcher *batcher = fst_batcher_new(&table, pool, 2, 1, &status);
-    uint64_t number;
     int done, outcome = 0;
     fst_slot *slots[FIELDS];
     fill_request(&r, 1500);
-    CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
+    fst_batch *batch = add(batcher, &r, NULL);
     const pid_t child = fork();
     if (child == 0) {
-        int right = fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status) ==
-                        FST_UNSUPPORTED &&
-                    fst_batcher_wait(batcher, 1, &done, &status) == FST_UNSUPPORTED &&
+        int right = !fst_batcher_add(batcher, r.indices, r.count, NULL, &status) &&
+                    status.code == FST_UNSUPPORTED &&
+                    fst_batcher_wait(batcher, batch, 1, &done, &status) == FST_UNSUPPORTED &&
                     strstr(status.message, "forked");
+        fst_batcher_drop(batcher, batch);
         fst_batcher_free(batcher);
         status.code = FST_OK;
         batcher = fst_batcher_new(&table, pool, 2, 0, &status);
-        right = right && !fst_batcher_add(batcher, r.indices, 3, NULL, &number, &status) &&
-                !fst_batcher_wait(batcher, 1000, &done, &status) && done;
-        r.count = fst_batcher_take(batcher, slots);
+        batch = fst_batcher_add(batcher, r.indices, 3, NULL, &status);
+        right = right && batch && !fst_batcher_wait(batcher, batch, 1000, &done, &status) && done;
+        r.count = fst_batcher_take(batcher, batch, slots);
         right = right && is_right(&r, slots);
         give_back(slots);
         fst_batcher_free(batcher);
@@ -35,8 +35,7 @@ static void a_forked_child_is_told(void)
     }
     CHECK(child > 0 && waitpid(child, &outcome, 0) == child);
     CHECK_INT(outcome, 0);
-    wait_for(batcher);
-    CHECK_INT((int64_t)fst_batcher_take(batcher, slots), (int64_t)r.count);
+    CHECK_INT((int64_t)take(batcher, batch, slots), (int64_t)r.count);
     CHECK(is_right(&r, slots));
     give_back(slots);
     fst_batcher_free(batcher);

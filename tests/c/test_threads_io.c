@@ -49,33 +49,27 @@ static void batches_come_in_order(unsigned threads, int may_wait, size_t limit)
     fst_slots *pool = fst_slots_new(&status);
     fst_batcher *batcher = fst_batcher_new(&table, pool, threads, may_wait, &status);
     keeper k = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    fst_batch *batches[BATCHES];
     pthread_t other;
-    uint64_t number;
     int wrong = 0;
     fst_slots_keep(pool, AHEAD * FIELDS);
     CHECK_INT(pthread_create(&other, NULL, let_go, &k), 0);
     for (size_t i = 0; i < BATCHES + AHEAD; i++) {
         if (i < BATCHES) {
             fill_request(&requests[i], limit);
-            CHECK_INT(fst_batcher_add(batcher, requests[i].indices, requests[i].count, NULL,
-                                      &number, &status),
-                      FST_OK);
-            CHECK_INT((int64_t)number, (int64_t)i + 1);
-            CHECK_INT((int64_t)fst_batcher_oldest(batcher),
-                      (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
+            batches[i] = add(batcher, &requests[i], NULL);
         }
         if (i < AHEAD)
             continue;
         fst_slot *slots[FIELDS];
-        wait_for(batcher);
-        CHECK_INT((int64_t)fst_batcher_take(batcher, slots), (int64_t)requests[i - AHEAD].count);
+        CHECK_INT((int64_t)take(batcher, batches[i - AHEAD], slots),
+                  (int64_t)requests[i - AHEAD].count);
         wrong += !is_right(&requests[i - AHEAD], slots);
         memset(slots[0]->data, 0xAB, slots[0]->capacity); /* a user may change a batch */
         if (!keep(&k, slots))
             give_back(slots);
     }
     CHECK_INT(wrong, 0);
-    CHECK_INT((int64_t)fst_batcher_queued(batcher), 0);
     fst_batcher_free(batcher);
     fst_slots_close(pool); /* before the other thread has given back what it has */
     pthread_mutex_lock(&k.lock);
@@ -91,18 +85,24 @@ static void the_batcher_ends_with_work_left(unsigned threads)
     fst_slots *pool = fst_slots_new(&status);
     for (size_t taken = 0; taken < 4; taken++) {
         fst_batcher *batcher = fst_batcher_new(&table, pool, threads, 1, &status);
-        uint64_t number;
+        fst_batch *batches[6];
+        fst_slot *slots[FIELDS];
+        int64_t counts[6];
         for (size_t i = 0; i < 6; i++) {
             fill_request(&r, 1500);
-            CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
+            counts[i] = (int64_t)r.count;
+            batches[i] = add(batcher, &r, NULL);
         }
         for (size_t i = 0; i < taken; i++) {
-            fst_slot *slots[FIELDS];
-            wait_for(batcher);
-            fst_batcher_take(batcher, slots);
+            take(batcher, batches[i], slots);
             give_back(slots);
         }
-        CHECK_INT((int64_t)fst_batcher_queued(batcher), (int64_t)(6 - taken));
+        fst_batcher_drop(batcher, batches[5]); /* before and after the threads have ended */
+        fst_batcher_end(batcher);
+        CHECK_INT((int64_t)take(batcher, batches[4], slots), counts[4]);
+        give_back(slots);
+        for (size_t i = taken; i < 4; i++)
+            fst_batcher_drop(batcher, batches[i]);
         fst_batcher_free(batcher);
         CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
     }
@@ -118,19 +118,16 @@ static void batches_go_where_the_caller_says(unsigned threads)
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
     fst_batcher *batcher = fst_batcher_new(&table, pool, threads, 1, &status);
-    uint64_t number;
+    fst_batch *batches[MIXED];
     for (size_t i = 0; i < MIXED; i++) {
         char *outputs[FIELDS] = {(char *)own[i], (char *)own_labels[i]};
         fill_request(&requests[i], MOST);
-        CHECK_INT(fst_batcher_add(batcher, requests[i].indices, requests[i].count,
-                                  i % 3 ? outputs : NULL, &number, &status),
-                  FST_OK);
+        batches[i] = add(batcher, &requests[i], i % 3 ? outputs : NULL);
     }
     for (size_t i = 0; i < MIXED; i++) {
         fst_slot *slots[FIELDS], mine[FIELDS] = {{.data = own[i]}, {.data = own_labels[i]}};
         fst_slot *const places[FIELDS] = {&mine[0], &mine[1]};
-        wait_for(batcher);
-        CHECK_INT((int64_t)fst_batcher_take(batcher, slots), (int64_t)requests[i].count);
+        CHECK_INT((int64_t)take(batcher, batches[i], slots), (int64_t)requests[i].count);
         CHECK(i % 3 ? !slots[0] && !slots[1] : slots[0] && slots[1]);
         CHECK(is_right(&requests[i], i % 3 ? places : slots));
         if (slots[0])
@@ -151,16 +148,15 @@ static void memory_is_found_late(void)
     fst_slots *pool = fst_slots_new(&status);
     fst_batcher *batcher = fst_batcher_new(&table, pool, 0, 0, &status);
     fst_slot *slots[FIELDS];
-    uint64_t number;
+    fst_batch *batches[8];
     fst_slots_keep(pool, 8 * FIELDS);
     for (r.count = 0; r.count < 1000; r.count++)
         r.indices[r.count] = (int64_t)r.count;
     for (int i = 0; i < 8; i++)
-        CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
+        batches[i] = add(batcher, &r, NULL);
     CHECK_INT((int64_t)fst_slots_counted(pool).made, 0);
     for (int i = 0; i < 8; i++) {
-        wait_for(batcher);
-        fst_batcher_take(batcher, slots);
+        take(batcher, batches[i], slots);
         give_back(slots);
     }
     CHECK_INT((int64_t)fst_slots_counted(pool).made, FIELDS);
@@ -171,7 +167,7 @@ static void memory_is_found_late(void)
 /* Batches that no memory holds are errors when they are waited for, and others come as ever. */
 static void no_memory_is_told_to_the_one_who_waits(unsigned threads)
 {
-    static const int64_t zero = 0;
+    static const request zero = {.count = 1};
     fst_field field = {.items = 1 << 20};
     fst_column column = {(char *)numbers, 0};
     fst_node one = {.kind = FST_ROWS, .length = 1, .columns = &column};
@@ -180,19 +176,17 @@ static void no_memory_is_told_to_the_one_who_waits(unsigned threads)
     fst_slots *pool = fst_slots_new(&status);
     fst_batcher *batcher = fst_batcher_new(&huge, pool, threads, 0, &status);
     fst_slot *slot;
-    uint64_t number;
     int done;
-    CHECK_INT(fst_batcher_add(batcher, &zero, 1, NULL, &number, &status), FST_OK);
-    wait_for(batcher);
-    CHECK_INT((int64_t)fst_batcher_take(batcher, &slot), 1);
+    CHECK_INT((int64_t)take(batcher, add(batcher, &zero, NULL), &slot), 1);
     fst_slot_give_back(slot);
     field.items = (size_t)1 << 60;
-    CHECK_INT(fst_batcher_add(batcher, &zero, 1, NULL, &number, &status), FST_OK);
+    fst_batch *batch = add(batcher, &zero, NULL);
     for (int again = 0; again < 2; again++) {
-        CHECK_INT(fst_batcher_wait(batcher, 1000, &done, &status), FST_NO_MEMORY);
+        CHECK_INT(fst_batcher_wait(batcher, batch, 1000, &done, &status), FST_NO_MEMORY);
         CHECK(!done);
         status.code = FST_OK;
     }
+    fst_batcher_drop(batcher, batch);
     fst_batcher_free(batcher);
     CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
     fst_slots_close(pool);
@@ -209,7 +203,7 @@ static void widen_slowly(char *restrict to, const char *restrict from, size_t it
 static void slow_rows_are_filled_ahead(int may_wait)
 {
     static const fst_widen_loops slow = {.u16_to_i32 = widen_slowly};
-    static const int64_t indices[] = {1, 2};
+    static const request two = {{1, 2}, 2};
     fst_field tokens = {.items = 4, .conversion = FST_U16_TO_I32};
     const fst_table files = {&tokens, 1, &node, 1};
     fst_status status = {0};
@@ -217,14 +211,12 @@ static void slow_rows_are_filled_ahead(int may_wait)
     fst_batcher *batcher = fst_batcher_new(&files, pool, 2, may_wait, &status);
     fst_table_use(&slow);
     for (int i = 0; i < 3; i++) {
-        uint64_t number;
         fst_slot *slot;
-        CHECK_INT(fst_batcher_add(batcher, indices, 2, NULL, &number, &status), FST_OK);
+        fst_batch *batch = add(batcher, &two, NULL);
         for (int tries = 0; may_wait && i > 0 && !fst_slots_counted(pool).held && tries < 10000;)
             tries += !usleep(1000);
         CHECK_INT((int64_t)fst_slots_counted(pool).held, may_wait && i > 0);
-        wait_for(batcher);
-        CHECK_INT((int64_t)fst_batcher_take(batcher, &slot), 2);
+        CHECK_INT((int64_t)take(batcher, batch, &slot), 2);
         fst_slot_give_back(slot);
     }
     fst_batcher_free(batcher);
@@ -237,15 +229,9 @@ static void wrong_calls_are_refused(void)
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
     fst_batcher *batcher = fst_batcher_new(&table, pool, 2, 0, &status);
-    uint64_t number = 1;
-    int done;
-    CHECK_INT(fst_batcher_add(batcher, wrong, 2, NULL, &number, &status), FST_OK);
-    CHECK_INT((int64_t)number, 0);
-    CHECK_INT(fst_batcher_add(batcher, wrong, 0, NULL, &number, &status), FST_OK);
-    CHECK_INT((int64_t)number, 0);
-    CHECK_INT((int64_t)fst_batcher_queued(batcher), 0);
+    for (size_t count = 0; count < 3; count += 2)
+        CHECK(!fst_batcher_add(batcher, wrong, count, NULL, &status) && !status.code);
     CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
-    CHECK_INT(fst_batcher_wait(batcher, 0, &done, &status), FST_BAD_VALUE);
     fst_batcher_free(batcher);
     fst_slots_close(pool);
 }

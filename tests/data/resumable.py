@@ -116,7 +116,19 @@ class Stateful(Sampler[int]):
         self.loaded = True
 
 
-class Walk:
+class KeepsState:
+    """Its state is what some attributes are."""
+
+    kept: tuple[str, ...] = ("at",)
+
+    def state_dict(self) -> Any:
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: Any) -> None:
+        vars(self).update(state)
+
+
+class Walk(KeepsState):
     """An iterator that keeps a state."""
 
     def __init__(self, start: int, stop: int) -> None:
@@ -130,12 +142,6 @@ class Walk:
             raise StopIteration
         self.at += 1
         return self.at - 1
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
 
 
 class Walking(Sampler[int]):
@@ -209,7 +215,7 @@ class StatefulStream(IterableDataset[Any]):
         self.generator.set_state(state["generator"])
 
 
-class BegunStream(IterableDataset[Any]):
+class BegunStream(KeepsState, IterableDataset[Any]):
     """Begins anew at its begin, unless a state was loaded."""
 
     at = 0
@@ -223,15 +229,12 @@ class BegunStream(IterableDataset[Any]):
             self.at += 1
             yield worker, mine[self.at - 1]
 
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
     def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
+        super().load_state_dict(state)
         self.loaded = True
 
 
-class OwnIterator(IterableDataset[Any]):
+class OwnIterator(KeepsState, IterableDataset[Any]):
     """Is its own iterator, and made ready by `iter`."""
 
     def __iter__(self) -> OwnIterator:
@@ -244,12 +247,6 @@ class OwnIterator(IterableDataset[Any]):
             raise StopIteration
         self.at += 1
         return self.worker, self.mine[self.at - 1]
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
 
 
 class WalkingStream(IterableDataset[Any]):

@@ -273,18 +273,22 @@ def test_arguments_and_attributes_are_torchs() -> None:
         DataLoader(table(), sampler=[1], shuffle=True)
     with pytest.raises(AssertionError, match="timeout"):
         iter(DataLoader(table(), timeout=1))
+    assert len(iter(loader)) == 13
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "persistent_workers": True, "device": "cpu"}], ids=str
+)
+def test_a_loader_can_be_copied_and_its_iterator_cannot(options: dict[str, Any]) -> None:
+    loader = DataLoader(table(), 4, **options)
     iterator = iter(loader)
-    assert len(iterator) == 13
-    with pytest.raises(NotImplementedError):
-        pickle.dumps(iterator)
-
-
-def test_a_loader_can_be_copied_and_pickled() -> None:
-    loader = DataLoader(table(), 4)
-    want = plain(list(loader))
+    next(iterator)
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert other.path == "arrays"
-        assert plain(list(other)) == want
+        assert type(iter(other)) is type(iterator)
+        assert plain(list(other)) == plain(list(loader))
+    with pytest.raises(NotImplementedError, match="cannot be pickled"):
+        pickle.dumps(iterator)
 
 
 def test_the_dataset_may_be_changed_between_epochs() -> None:

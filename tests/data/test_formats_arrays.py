@@ -65,9 +65,6 @@ def test_npz_says_what_to_do(tmp_path: Path) -> None:
     assert sample["a"] == 3
     with pytest.raises(FormatError, match=r"cut300.npz: "):
         faststep.data.open(cut(tmp_path / "x.npz", 300), read=True)
-    np.savez(tmp_path / "y.npz", a=np.arange(10), b=np.ones((9, 2)))
-    with pytest.raises(FormatError, match="'b' has 9 rows, 'a' has 10"):
-        faststep.data.open(tmp_path / "y.npz", read=True)
     damaged = bytearray((tmp_path / "x.npz").read_bytes())
     with zipfile.ZipFile(tmp_path / "x.npz") as file:
         damaged[file.getinfo("b.npy").header_offset + 200] ^= 1

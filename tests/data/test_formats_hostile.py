@@ -32,7 +32,7 @@ from faststep.data.formats import (
     mapped,
 )
 
-from . import test_formats_tars
+from . import test_formats_archives
 from .shapes import Mapped
 
 
@@ -243,7 +243,7 @@ def test_options_that_a_format_does_not_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "x.npy", np.zeros(3))
-    tar = test_formats_tars.write(tmp_path / "x.tar", {"a.cls": b"1"})
+    tar = test_formats_archives.write(tmp_path / "x.tar", {"a.cls": b"1"})
     convert(ArrayDataset(torch.arange(3)), tmp_path / "out")
     for path, message in (
         (tmp_path / "x.npy", r"x\.npy: npy has no option columns; it has none"),

@@ -7,19 +7,20 @@ import gc
 import multiprocessing
 import os
 import pickle
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from faststep.data import DataLoader, freeze
 from faststep.data.workers import frozen_memory
 
+from .shapes import Mapped
 from .torch_and_ours import without_sanitizer
 
 TEXT = ["", "a", "ä€𝄞", "x" * 1000, "\udc80 lone", "nul\0"]
@@ -188,21 +189,10 @@ def test_memory_is_given_back() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-class Paths(torch.utils.data.Dataset[Any]):
-    def __init__(self, paths: Any) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.paths[index]
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_share_it(method: str) -> None:
     frozen = freeze([f"/data/{i}.jpg" for i in range(5000)])
-    dataset = Paths(frozen)
+    dataset = Mapped(frozen.__getitem__, len(frozen))
     context = multiprocessing.get_context(method)
     ours = DataLoader(dataset, 1000, num_workers=1, multiprocessing_context=context)
     assert [name for batch in ours for name in batch] == [*frozen]
@@ -220,34 +210,26 @@ def private_bytes() -> int:
     return total
 
 
-class Sizes(Paths):
-    def __getitem__(self, index: int) -> Any:
-        return len(self.paths[index]), private_bytes() if index % 10_000 == 9999 else 0
+def grown(path_of: Callable[[int], str]) -> int:
+    def sized(index: int) -> tuple[int, int]:
+        return len(path_of(index)), private_bytes() if index % 10_000 == 9999 else 0
 
-
-def grown(paths: Any) -> int:
-    ours = DataLoader(Sizes(paths), 10_000, num_workers=1)
+    ours = DataLoader(Mapped(sized, 100_000), 10_000, num_workers=1)
     sizes = [int(private.max()) for _, private in ours]
     return sizes[-1] - sizes[0]
 
 
-class Made:
-    """The same paths, which lie nowhere: what a worker needs anyway, however large its parent."""
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> str:
-        return f"/data/{index:090}.jpg"
+def made(index: int) -> str:
+    """A path that lies nowhere: what a worker needs anyway, however large its parent."""
+    return f"/data/{index:090}.jpg"
 
 
 @without_sanitizer
 def test_a_worker_gets_no_copy_of_the_memory() -> None:
-    made = Made()
-    paths = [made[i] for i in range(len(made))]
+    paths = [*map(made, range(100_000))]
     anyway = grown(made)
-    assert grown(freeze(paths)) - anyway < 4_000_000
-    assert grown(paths) - anyway > 8_000_000
+    assert grown(freeze(paths).__getitem__) - anyway < 4_000_000
+    assert grown(paths.__getitem__) - anyway > 8_000_000
 
 
 def test_a_write_that_stops_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,9 @@ def within_a_second(end: Callable[[], float]) -> None:
     assert min(seconds) < 1.0, seconds
 
 
-@pytest.mark.parametrize("sampler", [None, [*range(ROWS)]])
-def test_a_forked_child_goes_on(sampler: Any) -> None:
-    ours = DataLoader(dataset(50_000), BATCH, sampler=sampler)
+@pytest.mark.parametrize("options", [{}, {"sampler": [*range(ROWS)]}, {"device": "cpu"}], ids=str)
+def test_a_forked_child_goes_on(options: dict[str, Any]) -> None:
+    ours = DataLoader(dataset(50_000), BATCH, **options)
     iterator = iter(ours)
     first = next(iterator)
 
@@ -43,7 +43,8 @@ def test_a_forked_child_goes_on(sampler: Any) -> None:
         assert torch.equal(rest, torch.arange(BATCH, ROWS))
         assert len(list(ours)) == ROWS // BATCH
 
-    child(work)
+    with iterator._lock:  # another thread may be in it
+        child(work)
     assert torch.equal(torch.cat([labels for _, labels in iterator]), torch.arange(BATCH, ROWS))
 
 
@@ -65,8 +66,25 @@ def test_workers_of_another_loader_are_forked_meanwhile() -> None:
     assert len(list(iterator)) == ROWS // BATCH - 5
 
 
-def program(text: str, **options: Any) -> subprocess.Popen[str]:
-    start = """
+def start(text: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", text], start_new_session=True, **pipes)
+
+
+def after_ctrl_c(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Of a program that is ready: its exit code, and what it writes."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+ARRAYS = """
 import os, signal, sys, threading, time, torch
 from torch.utils.data import TensorDataset
 from faststep.data import DataLoader, convert
@@ -75,8 +93,6 @@ ours = DataLoader(TensorDataset(torch.ones(64, 50_000)), 4)
 iterator = iter(ours)
 next(iterator)
 """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", start + text], **pipes, **options)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +106,13 @@ next(iterator)
     ],
 )
 def test_the_interpreter_ends(text: str) -> None:
-    process = program(text)
+    process = start(ARRAYS + text)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
 
 
 def test_ctrl_c() -> None:
-    process = program(
-        """
+    text = """
 class Endless:
     def __iter__(self):
         return self
@@ -114,16 +129,7 @@ except KeyboardInterrupt:
     del iterator
     print("interrupted", flush=True)
 """
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    process.send_signal(2)
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, out, err) == (0, "interrupted\n", "")
+    assert after_ctrl_c(start(ARRAYS + text)) == (0, "interrupted\n", "")
 
 
 class Alarm(Exception):  # noqa: N818
@@ -243,3 +249,55 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
 
     child(work)
     assert os.listdir(tmp_path) == []
+
+
+WORKERS = """
+import os, signal, sys, threading, time, torch
+from faststep.data import DataLoader
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Wide(torch.utils.data.Dataset):
+    def __len__(self): return 40000
+    def __getitem__(self, index): return torch.full((50_000,), float(index))
+ours = DataLoader(Wide(), 2, num_workers=2, persistent_workers=%s)
+iterator = iter(ours)
+batch = next(iterator)
+"""
+
+
+def run_program(text: str) -> str:
+    """Its output; it must end without a word of complaint."""
+    process = start(text)
+    out, err = process.communicate(timeout=60)
+    assert err == ""
+    assert process.returncode in (0, 3)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("persistent", "text"),
+    [
+        (False, ""),
+        (True, "class Cycle: pass\nc = Cycle(); c.c = c; c.i = iterator\nsys.exit(3)"),
+    ],
+)
+def test_the_program_ends(persistent: bool, text: str) -> None:
+    out = run_program(
+        WORKERS % persistent + "print(*[w.pid for w in iterator._workers], flush=True)\n" + text
+    )
+    time.sleep(0.2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in out.split())
+
+
+def test_ctrl_c_with_workers() -> None:
+    text = """
+print("ready", flush=True)
+try:
+    for batch in iterator:
+        pass
+except KeyboardInterrupt:
+    pass
+del iterator
+assert batch.shape == (2, 50_000)
+print(ours._faststep.workers._latest.memory.counts()["taken"], flush=True)
+"""
+    assert after_ctrl_c(start(WORKERS % False + text)) == (0, "0\n", "")

@@ -1,12 +1,16 @@
-"""Tensors of a dataset that torch moves, or takes away, while an epoch over them runs."""
+"""Tensors of a dataset that torch moves, shares, or takes away, while an epoch over them runs."""
 
 from __future__ import annotations
 
 import gc
+import io
+import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +394,99 @@ class TestHolding:
         assert _C.holds() == before + 1
         x.untyped_storage().resize_(0)
         assert _C.holds() == before
+
+
+def send(x: torch.Tensor) -> None:
+    """What torch does with a tensor that it sends to a process."""
+    ForkingPickler(io.BytesIO()).dump(x)
+
+
+def epoch_with_a_sent_tensor(loader: DataLoader, x: torch.Tensor) -> list[torch.Tensor]:
+    batches = []
+    for number, (batch,) in enumerate(loader):
+        batches.append(batch)
+        if number == 2:
+            send(x)
+            reuse_what_is_free()
+    return batches
+
+
+def names() -> set[str]:
+    """The files in memory that this process has made."""
+    return {name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name}
+
+
+@pytest.fixture
+def file_system() -> Iterator[None]:
+    """What is sent and received by nobody keeps its name until the process ends, or this does."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    there = names()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+    for name in names() - there:
+        os.unlink(f"/dev/shm/{name}")
+
+
+STRATEGIES = ["file_descriptor", "file_system"]
+
+
+def shared(folder: Path) -> torch.Tensor:
+    return rows().share_memory_()
+
+
+def mapped(folder: Path) -> torch.Tensor:
+    rows().numpy().tofile(folder / "rows.bin")
+    return torch.from_file(str(folder / "rows.bin"), size=ROWS * WIDTH).view(ROWS, WIDTH)
+
+
+def loaded(folder: Path) -> torch.Tensor:
+    torch.save(rows(), folder / "rows.pt")
+    found: torch.Tensor = torch.load(folder / "rows.pt", mmap=True)
+    return found
+
+
+@pytest.mark.usefixtures("file_system")
+@pytest.mark.parametrize(
+    ("make", "shares", "sends"),
+    [
+        *((shared, one, other) for one in STRATEGIES for other in STRATEGIES),
+        *((loaded, one, one) for one in STRATEGIES),
+        (mapped, "file_system", "file_system"),
+    ],
+)
+def test_memory_that_is_shared_in_some_way_and_sent_in_some_way(
+    tmp_path: Path, make: Callable[[Path], torch.Tensor], shares: str, sends: str
+) -> None:
+    """torch moves shared memory when it is to be sent in another way than it is shared in."""
+    torch.multiprocessing.set_sharing_strategy(shares)
+    x = make(tmp_path)
+    torch.multiprocessing.set_sharing_strategy(sends)
+    stays = make is loaded or (make is shared and sends == shares)
+    ours = DataLoader(TensorDataset(x), BATCH)
+    assert ours.path == ("arrays" if stays else "torch")
+    assert ("tensors[0]: its memory is shared" in ours.explain()) is not stays
+    address = x.data_ptr()
+    assert torch.equal(torch.cat(epoch_with_a_sent_tensor(ours, x)), rows())
+    assert make is loaded or (x.data_ptr() == address) is stays
+
+
+class TestMemoryWithoutAnOwner:
+    """As extensions make it with torch::from_blob: nobody frees it when the storage moves."""
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_moves(self, workers: int) -> None:
+        memory = rows()
+        storage = torch._C._construct_storage_from_data_pointer(
+            memory.data_ptr(), torch.device("cpu"), memory.nbytes
+        )
+        x = torch.empty(0, dtype=torch.float32).set_(storage, 0, (ROWS, WIDTH), (WIDTH, 1))
+        ours = DataLoader(
+            TensorDataset(x), BATCH, num_workers=workers, persistent_workers=workers > 0
+        )
+        assert ours.path == "arrays"
+        assert torch.equal(torch.cat([batch for (batch,) in ours]), rows())
+        x.share_memory_()
+        assert x.data_ptr() != memory.data_ptr()
+        memory.fill_(-7)
+        assert torch.equal(torch.cat([batch for (batch,) in ours]), rows())

@@ -6,9 +6,7 @@ tests/device/test_prefetch.py has the order of what a CUDA device does.
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,12 +16,11 @@ from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.deliver.stages import DeviceIterator
 from programs import Programs
 
 from .shapes import Streamed
 from .test_lifetime import data_threads
-from .torch_and_ours import child, plain, run, seeded
+from .torch_and_ours import plain, run, seeded
 
 ROWS, BATCH = 23, 3
 STEPS = 8
@@ -193,35 +190,6 @@ def test_objects_move_by_themselves_when_they_are_delivered() -> None:
         assert own.asked == 1
 
 
-def test_batches_may_be_kept_and_their_memory_is_used_again() -> None:
-    loader = DataLoader(table(), BATCH, device="cpu", prefetch_to_device=3)
-    want = all_of(torch.utils.data.DataLoader(table(), BATCH))
-    kept = list(loader)
-    for _ in range(3):
-        assert all_of(loader) == want
-    assert all_of(kept) == want
-    del kept
-    assert loader._faststep.slots is not None
-    places = {batch[0].data_ptr() for batch in loader}
-    made = loader._faststep.slots.counts()[0]
-    places |= {batch[0].data_ptr() for _ in range(4) for batch in loader}
-    assert len(places) <= 4 + 3 + 3
-    made_later, free, held = loader._faststep.slots.counts()
-    assert made_later == made  # no memory comes from the system any more
-    assert (free > 0, held) == (True, 0)
-
-
-def test_the_loader_can_be_copied_and_its_iterator_cannot() -> None:
-    loader = DataLoader(table(), BATCH, num_workers=1, persistent_workers=True, device="cpu")
-    iterator = iter(loader)
-    next(iterator)
-    for again in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert type(iter(again)) is DeviceIterator
-        assert all_of(again) == all_of(loader)
-    with pytest.raises(NotImplementedError, match="cannot be pickled"):
-        pickle.dumps(iterator)
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_threads_end_with_an_iterator_that_is_dropped(bad: bool) -> None:
     """Without the garbage collector's help."""
@@ -256,25 +224,13 @@ def test_outputs_of_another_form_are_refused() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             gather.submit([3, 4], 0, -1, outputs)  # type: ignore[arg-type]
-    assert gather.queued() == 0
     mine = torch.empty(2, 4)
-    number = gather.submit([3, 4], 0, -1, (mine,))
-    taken = gather.take(number)
+    batch = gather.submit([3, 4], 0, -1, (mine,))
+    assert batch
+    taken = batch.take()
     assert taken is not None
     assert taken[0] is mine
     assert torch.equal(mine, rows[3:5])
-
-
-def test_a_forked_child_goes_on() -> None:
-    iterator = iter(DataLoader(table(), BATCH, device="cpu"))
-    next(iterator)
-
-    def work() -> None:
-        assert [row for _, y in iterator for row in y.tolist()] == list(range(BATCH, ROWS))
-
-    with iterator._lock:  # another thread may be in it
-        child(work)
-    assert len(list(iterator)) == STEPS - 1
 
 
 FORKED_WHILE_IT_COPIES = """

@@ -133,14 +133,6 @@ def test_another_number_of_ranks(shared: Any, ranks: tuple[int, int, int]) -> No
     assert more == -(121 - len(first + second)) % ranks[2]
 
 
-def test_states_are_small() -> None:
-    for order in ("sequential", "random", "distributed", "keyed"):
-        loader = make(order)
-        iterator = iter(loader)
-        next(iterator)
-        assert len(repr(loader.state_dict())) < 600
-
-
 @pytest.mark.parametrize("key", ["_snapshot", "fetcher_state"])
 @pytest.mark.parametrize("rest", ["", "whole"])
 def test_a_state_of_torchdata_is_named(key: str, rest: str) -> None:

@@ -16,10 +16,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler, transforms
 
+from .resumable import KeepsState
+from .shapes import Streamed
 from .torch_and_ours import seeded
 
 
-class Stream(IterableDataset[int]):
+class Stream(KeepsState, IterableDataset[int]):
     """Keeps a state, and an epoch."""
 
     def __init__(self) -> None:
@@ -33,17 +35,6 @@ class Stream(IterableDataset[int]):
             self.at += 1
             yield self.at
         self.at = 0
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
-
-
-class Plain(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(30))
 
 
 class Drawing(Sampler[int]):
@@ -74,7 +65,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "keyed": lambda: DataLoader(range(30), 3, sampler=KeyedSampler(range(30))),
     "drawing": lambda: DataLoader(range(30), 3, sampler=Drawing()),
     "stream": lambda: DataLoader(Stream(), 3),
-    "plain stream": lambda: DataLoader(Plain(), 3),
+    "plain stream": lambda: DataLoader(Streamed(int, 30), 3),
     "workers": lambda: DataLoader(Stream(), 3, num_workers=2, worker_method="thread"),
     "transforms": lambda: DataLoader(
         torch.utils.data.TensorDataset(torch.zeros(30, 3, 4, 4, dtype=torch.uint8)),
@@ -167,12 +158,23 @@ def test_the_message(key: str, value: Any, message: str) -> None:
     assert len(values(iterator)) == 9
 
 
-def test_a_place_behind_the_end() -> None:
-    state = with_value(
-        state_of("in order", False), ("_sampler_iter_state", "samples_yielded"), 10**9
-    )
-    with pytest.raises(ValueError, match="after 1000000000 samples, and there are 30"):
-        LOADERS["in order"]().load_state_dict(state)
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "message"),
+    [
+        (
+            "in order",
+            ("_sampler_iter_state", "samples_yielded"),
+            10**9,
+            "after 1000000000 samples, and there are 30",
+        ),
+        ("stream", ("_workers",), KeyError, "does not say where its workers were"),
+    ],
+)
+def test_a_position_that_cannot_be(
+    kind: str, path: tuple[str, ...], value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LOADERS[kind]().load_state_dict(with_value(state_of(kind, False), path, value))
 
 
 @pytest.mark.parametrize(
@@ -211,12 +213,6 @@ def test_the_generator_of_numpy(place: int, words: Any) -> None:
     with pytest.raises(ValueError, match="expected random states"):
         LOADERS["drawing"]().load_state_dict(state)
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
-
-
-def test_a_stream_without_its_workers() -> None:
-    state = with_value(state_of("stream", False), ("_workers",), KeyError)
-    with pytest.raises(ValueError, match="does not say where its workers were"):
-        LOADERS["stream"]().load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [None, 3, "x", [], {}, {"_num_yielded": 3}])

@@ -354,9 +354,10 @@ def test_states_are_small_and_some_are_json() -> None:
             state = loader.state_dict()
             assert len(pickle.dumps(state)) < 500
             assert json.loads(json.dumps(state)) == state
-        loader = DataLoader(Stream(), 3, **options)
-        next(iter(loader))
-        assert len(pickle.dumps(loader.state_dict())) < 500
+        for make in (STREAMS["stream"], MAPS["arrays, distributed"], MAPS["arrays, keyed"]):
+            loader = loader_of(make, dict(options))
+            next(iter(loader))
+            assert len(pickle.dumps(loader.state_dict())) < 500
 
 
 class Opened(IterableDataset[int]):
@@ -467,9 +468,14 @@ def test_a_data_pipe_says_that_it_cannot() -> None:
             call()
 
 
+class Unsized(Rows):
+    __len__ = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "text"),
     [
+        (Unsized(), {}, "is asked again"),
         (TensorDataset(torch.ones(3)), {}, "has the place in an order that can be known"),
         (Rows(), {"sampler": Lazy()}, "the Lazy is asked again for the indices before"),
         (Rows(), {"sampler": Stateful()}, "has the Stateful's own"),
@@ -558,13 +564,6 @@ def test_the_global_generator_as_a_samplers_own(sampler: Any) -> None:
     before = torch.get_rng_state()
     next(iter(other))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_explain_where_the_dataset_has_no_length() -> None:
-    class Unsized(Rows):
-        __len__ = None  # type: ignore[assignment]
-
-    assert "is asked again" in DataLoader(Unsized()).explain()
 
 
 class Bad(Rows):

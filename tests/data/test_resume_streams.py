@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from faststep.data import DataLoader
 
-from .resumable import goes_on
+from .resumable import KeepsState, goes_on
 from .torch_and_ours import outcomes, without_texts
 
 
@@ -40,8 +40,10 @@ def test_a_sampler_that_draws_twice() -> None:
     goes_on(lambda: DataLoader(range(20), 4, sampler=TwoDraws()), 2)
 
 
-class OwnDraws(Sampler[int]):
+class OwnDraws(KeepsState, Sampler[int]):
     """Keeps its place, but not its generator."""
+
+    kept = ("place",)
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator, self.place = generator, 0
@@ -57,12 +59,6 @@ class OwnDraws(Sampler[int]):
             yield order[place]
         self.place = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
 
 def test_the_next_epoch_of_a_sampler_with_a_generator() -> None:
     loader = DataLoader(range(8), 4, sampler=OwnDraws(torch.Generator().manual_seed(1)))
@@ -74,7 +70,9 @@ def test_the_next_epoch_of_a_sampler_with_a_generator() -> None:
     assert lists(other) == following
 
 
-class Endless(IterableDataset[int]):
+class Endless(KeepsState, IterableDataset[int]):
+    kept = ("number",)
+
     def __init__(self) -> None:
         self.number = 0
 
@@ -82,12 +80,6 @@ class Endless(IterableDataset[int]):
         while True:
             self.number += 1
             yield self.number
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.number = state["number"]
 
 
 def test_an_endless_epoch_that_was_left_is_not_read_to_its_end() -> None:
@@ -103,8 +95,10 @@ def test_an_endless_epoch_that_was_left_is_not_read_to_its_end() -> None:
     assert len(next(iter(other))) == 2
 
 
-class Counting(IterableDataset[int]):
+class Counting(KeepsState, IterableDataset[int]):
     """Another epoch, other numbers."""
+
+    kept = ("place", "epoch")
 
     def __init__(self) -> None:
         self.place = self.epoch = 0
@@ -114,12 +108,6 @@ class Counting(IterableDataset[int]):
             self.place += 1
             yield 1000 * self.epoch + self.place
         self.place, self.epoch = 0, self.epoch + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place, self.epoch = state["place"], state["epoch"]
 
 
 @pytest.mark.parametrize("batches", [0, 1])
@@ -161,12 +149,8 @@ class Failing(IterableDataset[int]):
         yield from iter(self.next_number, None)
 
 
-class FailingWithState(Failing):
-    def state_dict(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
+class FailingWithState(KeepsState, Failing):
+    kept = ("number",)
 
 
 def outcomes_of(loader: DataLoader[Any], states: list[Any]) -> list[Any]:

@@ -10,14 +10,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from faststep.data import DataLoader
 from faststep.data.workers import packed_batch
 from faststep.data.workers.arena import Arena
-from faststep.data.workers.packer import Packer
+from faststep.data.workers.processes import Packer
 
+from .shapes import Mapped
 from .torch_and_ours import plain, without_sanitizer
 
 COUNT, SHAPE = 4, (30, 1000)
@@ -39,14 +40,6 @@ class Counting:
         return getattr(self.memory, name)
 
 
-class Lazy:
-    def __init__(self, make: Make) -> None:
-        self.make = make
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
-
-
 def fetched(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     """The batch, unpacked, and how many large tensors were stacked late."""
     arena = Arena()
@@ -60,7 +53,7 @@ def fetched(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "stack", noting)
-        batch = Packer(default_collate, arena).fetch(Lazy(make), list(range(COUNT)))
+        batch = Packer(default_collate, arena).fetch(Mapped(make, COUNT), list(range(COUNT)))
     assert arena.memory.copies == 0  # type: ignore[attr-defined]
     arena.memory = memory
     return packed_batch._unpack(*batch._parts), len(late)
@@ -195,7 +188,7 @@ def test_all_else_is_as_it_was(kind: str) -> None:
     batch = Packer(default_collate, arena).fetch([make(i) for i in range(COUNT)], [0, 2, 1])
     want = default_collate([make(i) for i in (0, 2, 1)])
     assert plain(packed_batch._unpack(*batch._parts)) == plain(want)
-    batch = Packer(default_collate, arena).fetch(Lazy(make), [0, 2, 1])
+    batch = Packer(default_collate, arena).fetch(Mapped(make, COUNT), [0, 2, 1])
     got = packed_batch._unpack(*batch._parts)
     assert type(got) is type(want)
     assert plain(got) == plain(want)
@@ -216,7 +209,7 @@ def test_errors_are_torchs_and_leave_no_block(make: Make) -> None:
     for fetch in (
         lambda: default_collate([make(i) for i in range(COUNT)]),
         lambda: packed_batch._unpack(
-            *Packer(default_collate, arena).fetch(Lazy(make), list(range(COUNT)))._parts
+            *Packer(default_collate, arena).fetch(Mapped(make, COUNT), list(range(COUNT)))._parts
         ),
     ):
         try:
@@ -229,46 +222,33 @@ def test_errors_are_torchs_and_leave_no_block(make: Make) -> None:
 
 def test_who_fetches_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     packer, indices = Packer(default_collate, Arena()), list(range(COUNT))
-    assert packer.fetch(Lazy(fresh), range(COUNT)) is NotImplemented
-    assert Packer(list, Arena()).fetch(Lazy(fresh), indices) is NotImplemented
-    monkeypatch.setattr(Lazy, "__getitems__", lambda self, many: [], raising=False)
-    assert packer.fetch(Lazy(fresh), indices) is NotImplemented
+    assert packer.fetch(Mapped(fresh, COUNT), range(COUNT)) is NotImplemented
+    assert Packer(list, Arena()).fetch(Mapped(fresh, COUNT), indices) is NotImplemented
+    monkeypatch.setattr(Mapped, "__getitems__", lambda self, many: [], raising=False)
+    assert packer.fetch(Mapped(fresh, COUNT), indices) is NotImplemented
     monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, **_: batch)
-    monkeypatch.setattr(Lazy, "__getitems__", None)
-    assert packer.fetch(Lazy(fresh), indices) is NotImplemented
-
-
-class Kinds(Dataset[Any]):
-    """A batch in a worker has the dtype of its first sample."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((20_000,), index / 3, dtype=[torch.float32, torch.float64][index % 3 > 0])
+    monkeypatch.setattr(Mapped, "__getitems__", None)
+    assert packer.fetch(Mapped(fresh, COUNT), indices) is NotImplemented
 
 
 def test_dtypes_in_workers() -> None:
-    loaders = [
-        kind(Kinds(), 2, num_workers=1) for kind in (torch.utils.data.DataLoader, DataLoader)
-    ]
+    """A batch in a worker has the dtype of its first sample."""
+    kinds = torch.float32, torch.float64, torch.float64
+    data = Mapped(lambda index: torch.full((20_000,), index / 3, dtype=kinds[index % 3]), 8)
+    loaders = [kind(data, 2, num_workers=1) for kind in (torch.utils.data.DataLoader, DataLoader)]
     assert plain(list(loaders[0])) == plain(list(loaders[1]))
 
 
-class Places(Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        sample = torch.full((300_000,), float(index))
-        return sample, sample.data_ptr()
+def placed(index: int) -> Any:
+    sample = torch.full((300_000,), float(index))
+    return sample, sample.data_ptr()
 
 
 @without_sanitizer
 def test_in_workers() -> None:
     """Once malloc has found its way, samples of one batch follow each other in one place."""
     found = []
-    for number, (batch, places) in enumerate(DataLoader(Places(), 8, num_workers=1)):
+    for number, (batch, places) in enumerate(DataLoader(Mapped(placed, 64), 8, num_workers=1)):
         assert batch[:, ::50_000].unique().tolist() == [8.0 * number + i for i in range(8)]
         found.append(len(set(places.tolist())))
     assert found[-1] < 8

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 from faststep.data import DataLoader
 
-from .shapes import SHAPES
-from .torch_and_ours import plain
+from .resumable import KeepsState
 
 ROWS = 12
 WAYS: dict[str, dict[str, Any]] = {
@@ -272,20 +271,14 @@ def test_many_samples_that_are_no_list_are_an_error() -> None:
         list(loader)
 
 
-class Counting(Map):
+class Counting(KeepsState, Map):
     """Keeps a state: how many samples it made."""
 
-    count = 0
+    count, kept = 0, ("count",)
 
     def __getitem__(self, index: int) -> Any:
         self.count += 1
         return super().__getitem__(index) + 100 * self.count
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 @pytest.mark.parametrize("way", ["alone", "process"])
@@ -320,18 +313,3 @@ def test_threads_make_no_files_of_batches() -> None:
     loader = DataLoader(Map([1]), 3, skip_errors=True, num_workers=1, worker_method="thread")
     with pytest.warns(UserWarning, match="skip_errors"):
         assert not any(batch.is_shared() for batch in loader)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_without_errors_nothing_differs(name: str) -> None:
-    kind, make, own = SHAPES[name]
-    options = {"batch_size": 4, "num_workers": 1, **own}
-    batches = []
-    for more in ({"skip_errors": True}, {}):
-        torch.manual_seed(0)
-        loader: Any = DataLoader(kind(make, ROWS + 1), **options, **more)
-        batches.append([*loader, torch.get_rng_state()])
-    assert plain(batches[0]) == plain(batches[1])
-    loader = DataLoader(kind(make, ROWS), skip_errors=True, **options)
-    list(loader)
-    assert skipped(loader) == {"samples": 0, "batches": 0, "named": []}

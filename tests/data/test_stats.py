@@ -9,21 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from faststep.data import DataLoader
-from faststep.data.stats import MOST_OBJECTS, _bytes_of
+from faststep.data.stats import ALL_OF, MOST_OBJECTS, ONE_IN, _bytes_of
 from faststep.data.transforms import Compose, RandomHorizontalFlip
 
+from .shapes import SHAPES, Mapped, tensor
+from .torch_and_ours import plain
 
-class Slow(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 12
 
-    def __getitem__(self, index: int) -> Tensor:
-        time.sleep(0.002)
-        return torch.full((3, 4, 4), float(index))
+def slow(index: int) -> torch.Tensor:
+    time.sleep(0.002)
+    return torch.full((3, 4, 4), float(index))
+
+
+def samples() -> Mapped:
+    return Mapped(slow, 12)
 
 
 def tensors() -> TensorDataset:
@@ -38,7 +40,7 @@ def stats_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["0 workers", "1 worker"])
 @pytest.mark.parametrize("method", ["process", "thread"])
-@pytest.mark.parametrize("make", [tensors, Slow])
+@pytest.mark.parametrize("make", [tensors, samples])
 def test_every_path_counts(make: Any, method: str, options: dict[str, Any]) -> None:
     loader = DataLoader(make(), 4, worker_method=method, **options)
     assert loader.stats() is None
@@ -63,7 +65,7 @@ def test_every_path_counts(make: Any, method: str, options: dict[str, Any]) -> N
 
 
 def test_waits_are_the_consumers() -> None:
-    loader = DataLoader(Slow(), 4)
+    loader = DataLoader(samples(), 4)
     list(loader)
     assert stats_of(loader)["wait"]["p50"] >= 4 * 0.002
 
@@ -84,7 +86,7 @@ def test_stages_add_up() -> None:
 
 
 def test_persistent_workers_begin_anew() -> None:
-    loader = DataLoader(Slow(), 4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(samples(), 4, num_workers=1, persistent_workers=True)
     iterator = iter(loader)
     list(iterator)
     assert iter(loader) is iterator
@@ -177,7 +179,7 @@ def test_bytes_take_a_short_look(make: Callable[[], Any], count: int | None) -> 
 
     for workers in (0, 2):
         options: dict[str, Any] = {"num_workers": workers, "worker_method": "thread"}
-        loader = DataLoader(Slow(), 4, collate_fn=collate, **(options if workers else {}))
+        loader = DataLoader(samples(), 4, collate_fn=collate, **(options if workers else {}))
         assert [delivered is batch for delivered in loader] == [True] * 3
         assert stats_of(loader)["bytes"] == (None if count is None else 3 * count * X.nbytes)
 
@@ -188,3 +190,50 @@ def test_large_batches_of_python_objects_cost_nothing() -> None:
     for _ in range(1000):
         _bytes_of(batch)
     assert time.perf_counter() - start < 1  # 49 ms for each, if all of it is looked at
+
+
+COUNT, BATCH, SEED = 14, 4, 7
+
+
+@pytest.mark.parametrize(("workers", "skips"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_comes_as_torchs_does(name: str, workers: int, skips: bool) -> None:
+    kind, make, own = SHAPES[name]
+    options = {"batch_size": BATCH, "num_workers": workers, **own}
+    torch.manual_seed(SEED)
+    expected = list(torch.utils.data.DataLoader(kind(make, COUNT), **options))
+    after = torch.get_rng_state()
+
+    torch.manual_seed(SEED)
+    loader = DataLoader(kind(make, COUNT), **options, skip_errors=skips)
+    iterator = iter(loader)
+    begun = [next(iterator), next(iterator)]
+    state = loader.state_dict()
+    assert plain([*begun, *iterator]) == plain(expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    stats = loader.stats()
+    assert stats is not None
+    assert stats["batches"] == len(expected)
+    assert stats["wait"]["total"] > 0
+    assert stats.get("skipped") == ({"samples": 0, "batches": 0, "named": []} if skips else None)
+
+    resumed = DataLoader(kind(make, COUNT), **options, skip_errors=skips)
+    resumed.load_state_dict(state)
+    assert plain([*resumed]) == plain(expected[2:])
+
+
+def test_few_batches_are_looked_through() -> None:
+    batches, looks = 4 * ONE_IN, 0
+    loader: DataLoader[Any] = DataLoader(Mapped(tensor, batches), 1)
+    iterator: Any = iter(loader)
+
+    def count(batch: torch.Tensor) -> int:
+        nonlocal looks
+        looks += 1
+        return batch.nbytes
+
+    iterator.bytes_of = count
+    size = sum(batch.nbytes for batch in iterator)
+    stats = loader.stats()
+    assert stats is not None
+    assert (stats["bytes"], looks) == (size, ALL_OF + 4)

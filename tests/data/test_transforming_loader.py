@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from faststep.data import DataLoader
 from faststep.data import transforms as T  # noqa: N812
 from faststep.data.deliver.stages import seed_of
 
 from .resumable import Run
+from .shapes import Mapped
 from .torch_and_ours import plain
 
 ROWS, BATCH = 23, 4
@@ -21,14 +22,7 @@ X = torch.randint(0, 256, (ROWS, 3, 8, 8), dtype=torch.uint8)
 Y = torch.arange(ROWS) % 5
 
 
-class Samples(Dataset[Any]):
-    """For torch's path."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return X[index], Y[index]
+SAMPLES = Mapped(lambda index: (X[index], Y[index]), ROWS)  # for torch's path
 
 
 def transforms() -> T.Compose:
@@ -65,7 +59,7 @@ def test_batches_are_transformed_with_draws_of_their_own(workers: int, persisten
 
 
 def test_both_paths_agree() -> None:
-    arrays, torchs = loader(), loader(Samples())
+    arrays, torchs = loader(), loader(SAMPLES)
     assert (arrays.path, torchs.path) == ("arrays", "torch")
     assert epochs(arrays) == epochs(torchs)
 
@@ -81,7 +75,7 @@ def test_nothing_else_is_drawn() -> None:
     assert random.getstate() == before
 
 
-@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Samples()], ids=["arrays", "torch"])
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), SAMPLES], ids=["arrays", "torch"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_workers": 2, "worker_method": "thread", "persistent_workers": True}],

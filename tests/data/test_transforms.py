@@ -193,7 +193,7 @@ def test_shapes_of_random_resized_crops() -> None:
     crop = T.RandomResizedCrop(4, (0.2, 0.6), (0.5, 2.0))
     framing = Framing(100, 80)
     crop.apply(framing, torch.rand(22, 3000, dtype=torch.float64, generator=generator()))
-    top, left, height, width = (torch.as_tensor(n).double() for n in framing.window)
+    top, left, height, width = (torch.as_tensor(n).double() for n in framing.source)
     area, ratio = height * width / 8000, width / height
     assert 0.18 < area.min() < 0.22 < 0.55 < area.max() < 0.62
     assert 0.49 < ratio.min() < 0.55 < 1.8 < ratio.max() < 2.05

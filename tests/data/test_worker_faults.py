@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.workers import packed_batch, packer
+from faststep.data.workers import packed_batch, processes
 
 from .test_interrupts import within_a_second
 from .test_workers import Custom, Wide, arena_of, counts
@@ -313,7 +313,7 @@ class Full:
 def test_no_block_is_lost_where_memory_runs_out_for_a_copy(kept: list[int], copies: int) -> None:
     """Of tensors that somebody kept in the worker; one more tensor was copied before."""
     memory = _C.Arena()
-    own = packer.Packer(default_collate, SimpleNamespace(memory=memory, key=1))  # type: ignore[arg-type]
+    own = processes.Packer(default_collate, SimpleNamespace(memory=memory, key=1))  # type: ignore[arg-type]
     batch = [own._stack([torch.full((100,), float(i))] * 3) for i in range(4)]
     held = [batch[i] for i in kept]
     contents = [{"stacked": batch, "other": torch.ones(50)}]

@@ -1,9 +1,10 @@
-"""worker_method="thread": torch's loader with workers, in one process."""
+"""worker_method="thread": torch's loader with workers, in one process; and get_worker_info()."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import random
 import sys
 import threading
@@ -17,11 +18,14 @@ import pytest
 import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as of_worker
 
+from faststep._torch.data_loader import dataset_of_worker, new_worker_info, set_worker_dataset
 from faststep.data import DataLoader
+from faststep.data.workers import threads
 
-from .test_interrupts import within_a_second
-from .test_worker_ends import START, run_program
+from .test_interrupts import WORKERS, run_program, within_a_second
+from .test_worker_faults import Failing, fail
 from .test_workers import Mixed, Wide, list_of
 from .torch_and_ours import child, plain
 
@@ -145,23 +149,12 @@ def test_nothing_is_copied() -> None:
         assert batch is sample
 
 
-class Failing(Wide):
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            raise KeyError("a sample")
-        return index
-
-
-def fail(*arguments: Any) -> Any:
-    raise OSError("it failed")
-
-
 def test_exceptions_are_wrapped_and_come_in_their_place() -> None:
     iterator = iter(threaded(Failing(), 2))
     next(iterator), next(iterator)
     with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker thread 0"):
         next(iterator)
-    assert next(iterator).tolist() == [6, 7]
+    assert next(iterator)[1].tolist() == [6, 7]
     del iterator
     for options in ({"collate_fn": fail}, {"worker_init_fn": fail}):
         iterator = iter(threaded(Wide(8), 2, **options))
@@ -251,7 +244,7 @@ def test_a_forked_child() -> None:
 
 
 def test_the_program_ends() -> None:
-    text = START % True
+    text = WORKERS % True
     text = text.replace("persistent_workers=", "worker_method='thread', persistent_workers=")
     run_program(text)
 
@@ -263,3 +256,68 @@ def test_arguments() -> None:
         threaded([1], multiprocessing_context="fork")
     assert threaded([1], num_workers=0).path == "torch"
     assert [*copy.copy(threaded([1, 2], None))] == [1, 2]
+
+
+class Closed:
+    """As in torch 2.10: any fields, and no assignment."""
+
+    __initialized = False
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self.__initialized = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__initialized:
+            raise RuntimeError("Cannot assign attributes to WorkerInfo objects")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [of_worker.WorkerInfo, Closed])
+def test_the_dataset_is_replaced(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(of_worker, "WorkerInfo", kind)
+    info = new_worker_info(1, 3, 42, "one")
+    monkeypatch.setattr(of_worker, "_worker_info", info)
+    set_worker_dataset("another")
+    seen: Any = of_worker.get_worker_info()
+    assert type(seen) is kind
+    assert (seen.id, seen.num_workers, seen.seed, seen.dataset) == (1, 3, 42, "another")
+    assert info.dataset == "one"
+    if kind is Closed:
+        with pytest.raises(RuntimeError, match="Cannot assign"):
+            seen.dataset = "assigned"
+
+
+def test_outside_of_a_worker_nothing_is_replaced() -> None:
+    set_worker_dataset("another")
+    assert of_worker.get_worker_info() is None
+
+
+@pytest.mark.parametrize("arguments", [{"dataset": "it"}, {"dataset_holder": ["it"]}])
+def test_the_dataset_of_a_worker(arguments: dict[str, Any]) -> None:
+    assert dataset_of_worker(arguments) == "it"
+    assert arguments in ({"dataset": "it"}, {"dataset_holder": []})
+
+
+def test_threads_take_the_dataset_as_a_later_torch_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.14 gives a list with the dataset to the function that a worker runs."""
+    signature = inspect.signature(of_worker._worker_loop)
+    renamed = [
+        parameter.replace(name="dataset_holder") if name == "dataset" else parameter
+        for name, parameter in signature.parameters.items()
+    ]
+
+    class Bound(inspect.Signature):
+        def bind(self, *args: Any, **kwargs: Any) -> Any:
+            values = list(args)
+            place = list(self.parameters).index("dataset_holder")
+            if not isinstance(values[place], list):
+                values[place] = [values[place]]
+            return super().bind(*values, **kwargs)
+
+    monkeypatch.setattr(threads.inspect, "signature", lambda target: Bound(renamed))
+    loader = DataLoader(range(6), 2, num_workers=2, worker_method="thread")  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

@@ -21,6 +21,7 @@ import faststep.data
 from faststep import _C
 from faststep.data import ArrayDataset, DataLoader, converted
 
+from .shapes import Mapped
 from .torch_and_ours import plain, without_sanitizer
 
 Pair = namedtuple("Pair", "first second")
@@ -352,16 +353,12 @@ def test_no_descriptor_and_hardly_a_page_fault_per_batch() -> None:
     assert faults / (len(seen) // 2) < 10
 
 
-class Files(Dataset[Any]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return " ".join(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), torch.ones(3)
+def files(index: int) -> Any:
+    return " ".join(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), torch.ones(3)
 
 
 def test_nothing_has_a_name() -> None:
-    ours = DataLoader(Files(), 2, num_workers=1, collate_fn=default_collate)
+    ours = DataLoader(Mapped(files, 4), 2, num_workers=1, collate_fn=default_collate)
     seen = [batch[:2] for batch in ours]
     for names, _ in seen:
         assert not any("torch_" in name and f"_{os.getpid()}_" in name for name in map(str, names))
@@ -388,7 +385,7 @@ MORE = [Text("a"), Pair(1, 2), numpy.float64(1), 1j, {1}, torch.ones(1), UserDic
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [1, x], lambda x: [{"a": (x,)}]])
-def test_values_that_need_no_parcel_are_told_from_others(wrap: Callable[[Any], Any]) -> None:
+def test_values_that_need_no_packing_are_told_from_others(wrap: Callable[[Any], Any]) -> None:
     assert all(_C.is_built_in(wrap(value)) for value in BUILT_IN[:7])
     assert not any(_C.is_built_in(wrap(value)) for value in MORE)
     assert all(_C.is_built_in(value) for value in BUILT_IN)

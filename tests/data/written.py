@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from . import test_formats_tars, test_formats_tfrecord, test_formats_zips
+from . import test_formats_archives, test_formats_tfrecord
 
 __all__ = ["FIELDS", "WRITERS", "rows"]
 
@@ -78,13 +78,13 @@ def tfrecord(path: Path, rows: Any) -> None:
 
 
 def tar(path: Path, rows: Any) -> None:
-    files = {f"{i}.npy": test_formats_tars.npy(row) for i, row in enumerate(rows)}
-    test_formats_tars.write(path, files)
+    files = {f"{i}.npy": test_formats_archives.npy(row) for i, row in enumerate(rows)}
+    test_formats_archives.write(path, files)
 
 
 def zips(path: Path, rows: Any) -> None:
     files = {f"{i}.json": json.dumps(row).encode() for i, row in enumerate(rows.tolist())}
-    test_formats_zips.write(path, files)
+    test_formats_archives.write_zip(path, files)
 
 
 def json_lines(path: Path, rows: Any) -> None:

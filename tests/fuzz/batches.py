@@ -102,7 +102,7 @@ class Gathering:
         right = (slots, fields, nodes, threads, world.chance(0.5), (self.data, self.labels))
         args, self.good = maybe_bad(world, right, good=0.8)
         self.gather = world.call("Gather", _C.Gather, args)
-        self.numbers: list[int] = []
+        self.batches: list[Any] = []
 
 
 def _gathering(world: World) -> Any:
@@ -144,29 +144,29 @@ def gather_submit(world: World) -> None:
             kind = rng.choice((tuple, tuple, hostile.HostileTuple))
             args = (*args, kind(world.track(out) for out in outputs))
     args, _ = maybe_bad(world, args, good=0.6)
-    number = world.call("Gather.submit", own.gather.submit, args)
-    if number:
-        own.numbers.append(number)
+    batch = world.call("Gather.submit", own.gather.submit, args)
+    if isinstance(batch, _C.Batch):
+        own.batches.append(batch)
 
 
-def gather_take(world: World) -> None:
+def batch_new(world: World) -> None:
+    world.call("Batch", _C.Batch, () if world.chance(0.7) else (junk(world),))
+
+
+def batch_take(world: World) -> None:
     own = _gathering(world)
-    if own is None:
+    if own is None or not own.batches:
         return
-    right = world.rng.choice((own.numbers or [1]) + [0, 10**6])
-    args, good = maybe_bad(world, (right,), good=0.9)
-    result = world.call("Gather.take", own.gather.take, args)
+    batch = world.rng.choice(own.batches)
+    if world.chance(0.3):
+        own.batches.remove(batch)
+    args, good = maybe_bad(world, (), good=0.9)
+    result = world.call("Batch.take", batch.take, args)
     if isinstance(result, list) and good and own.good and not world.touched:
         if len(result) != 2 and not world.threaded:
-            raise FaultError(f"Gather.take gave {len(result)} fields")
+            raise FaultError(f"Batch.take gave {len(result)} fields")
         _write(result)
     _keep(world, result)
-
-
-def gather_queued(world: World) -> None:
-    own = _gathering(world)
-    if own is not None:
-        world.call("Gather.queued", own.gather.queued, ())
 
 
 def gather_close(world: World) -> None:
@@ -263,11 +263,11 @@ BATCHES = {
     "Arena.take": arena_take,
     **{f"Arena.{name}": of_block(name) for name in ("give_back", "send", "sent", "unpin")},
     **{f"Arena.{name}": of_arena(name) for name in ("counts", "fileno", "pin", "reserve", "sweep")},
+    "Batch": batch_new,
+    "Batch.take": batch_take,
     "Gather": gather_new,
     "Gather.close": gather_close,
-    "Gather.queued": gather_queued,
     "Gather.submit": gather_submit,
-    "Gather.take": gather_take,
     "Slots": slots_new,
     "Slots.counts": slots_counts,
     "Slots.empty": slots_empty,

@@ -45,9 +45,8 @@ STORIES: tuple[tuple[str, ...], ...] = (
     (
         "Gather.submit",
         "Gather.submit",
-        "Gather.take",
-        "Gather.take",
-        "Gather.queued",
+        "Batch.take",
+        "Batch.take",
         "Slots.keep",
         "Gather.close",
     ),

@@ -532,21 +532,20 @@ def gather() -> Iterator[Case]:
 
     def run(take: int, close: bool) -> None:
         gather = _C.Gather(slots, fields, nodes, 2, True, owner)
-        numbers = [gather.submit(indices) for indices in ([11, 0, -1], (2,), chosen)]
-        numbers.append(gather.submit(chosen, 1, 2))
-        numbers.append(gather.submit(chosen, 1, 2, outputs))
-        assert all(numbers)
+        batches = [gather.submit(indices) for indices in ([11, 0, -1], (2,), chosen)]
+        batches.append(gather.submit(chosen, 1, 2))
+        batches.append(gather.submit(chosen, 1, 2, outputs))
         assert not gather.submit([12, 0], 0, -1, outputs)
         for wrong in ([12], ["a"], [], [1 << 70]):
             assert not gather.submit(wrong)
-        for number in numbers[:take]:
-            tensors = gather.take(number)
-            assert tensors is not None
-            tensors[0].view(-1).detach()
-            assert gather.take(number) is None
-        assert gather.queued() == 5 - take
         if close:
             gather.close()
+        for batch in batches[:take]:
+            assert batch
+            tensors = batch.take()
+            assert tensors is not None
+            tensors[0].view(-1).detach()
+            assert batch.take() is None
 
     normal = (0, 0.5, (1.0, 2.0, 3.0, 4.0), (5.0,) * 4)
     floats = ((prototype(4), 14, 0, False, normal), (prototype(), 14, 0, False, (6, 1.0, (), ())))
@@ -573,12 +572,6 @@ def gather() -> Iterator[Case]:
         (torch.empty(4, 2).t(), outputs[1]),
     ):
         yield failing(kept.submit, chosen, 1, 2, wrong_outputs), [chosen, wrong_outputs]
-    for arguments in ((), (-1,), ("",)):
-        yield failing(kept.take, *arguments), []
-    closed = _C.Gather(slots, fields, nodes, 0, False, owner)
-    closed.close()
-    yield failing(closed.take, 1), []
-    yield failing(closed.submit, [1]), []
     for wrong in (
         (None, fields, nodes, 1, False, owner),
         (slots, (), nodes, 1, False, owner),
@@ -729,6 +722,7 @@ def scan_tfrecords() -> Iterator[Case]:
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Arena": arena,
+    "Batch": lambda: iter([(failing(_C.Batch), [])]),  # gather() makes some
     "Gather": gather,
     "Plan": plan,
     "ReleaseHook": release_hook,

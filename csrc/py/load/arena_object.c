@@ -1,8 +1,17 @@
 /* The type faststep._C.Arena: tensors over memory that processes share. */
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "py/load/arena_object.h"
+#include "gpu/context.h"
+#include "io/arena.h"
+#include "py/load/arguments.h"
+
+typedef struct {
+    PyObject_HEAD
+    fst_arena *arena;
+    const fst_dl_api *api;
+} arena_object;
 
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
 {
@@ -11,10 +20,58 @@ PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
     return Py_NewRef(Py_None);
 }
 
-static PyObject *tensor_over(const fst_arena_object *self, size_t block, size_t size,
+PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether)
+{
+    const int keep = PyObject_IsTrue(whether);
+    (void)module;
+    if (keep < 0)
+        return NULL;
+    fst_arena_keep_locked(keep);
+    return Py_NewRef(Py_None);
+}
+
+/* A use of a block by tensors. `end` is called for the block when the last of them is gone. */
+typedef struct {
+    fst_arena *arena;
+    size_t block;
+    void (*end)(fst_arena *arena, size_t block);
+    pid_t process;
+} block_use;
+
+/* A forked child has a copy of the tensors but does not own the block. */
+static void end_use(void *owner)
+{
+    block_use *use = owner;
+    if (use->process == getpid())
+        use->end(use->arena, use->block);
+    fst_arena_drop(use->arena);
+    free(use);
+}
+
+/* A tensor over the bytes of a block at one of its addresses. */
+static PyObject *tensor_at(const arena_object *self, size_t block, void *data, size_t size,
+                           void (*end)(fst_arena *, size_t))
+{
+    int64_t bytes = (int64_t)size;
+    const fst_dl_tensor form = {.data = data,
+                                .device = {FST_DL_CPU, 0},
+                                .ndim = 1,
+                                .dtype = {FST_DL_UINT, 8, 1},
+                                .shape = &bytes};
+    block_use *use = malloc(sizeof *use);
+    if (!use) {
+        end(self->arena, block);
+        return PyErr_NoMemory();
+    }
+    *use = (block_use){self->arena, block, end, getpid()};
+    fst_arena_keep(self->arena);
+    return fst_export_tensor(self->api, &form, end_use, use);
+}
+
+static PyObject *tensor_over(const arena_object *self, size_t block, size_t size,
                              void (*end)(fst_arena *, size_t))
 {
-    return fst_arena_tensor(self, block, fst_arena_data(self->arena, block), size, end);
+    return tensor_at(self, block, fst_arena_data(self->arena, block), size, end);
 }
 
 /* Arena() makes an arena. Arena(file, reserve) attaches to that of another process and owns the
@@ -24,7 +81,7 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     const fst_module *state = PyType_GetModuleState(type);
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fst_status status = {0};
-    fst_arena_object *self = NULL;
+    arena_object *self = NULL;
     int file = -1;
     Py_ssize_t reserve = 0;
     if (keywords && PyDict_Size(keywords)) {
@@ -35,7 +92,7 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
         return NULL;
     if (PyTuple_Size(args) && (file < 0 || reserve <= 0))
         return PyErr_Format(PyExc_ValueError, "no arena of %zd bytes in file %d", reserve, file);
-    self = (fst_arena_object *)alloc(type, 0);
+    self = (arena_object *)alloc(type, 0);
     if (!self || !(self->api = fst_torch_api(state)))
         goto error;
     self->arena =
@@ -54,7 +111,7 @@ error:
 static void arena_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    fst_arena_object *self = (fst_arena_object *)object;
+    arena_object *self = (arena_object *)object;
     if (self->arena)
         fst_arena_drop(self->arena);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -62,7 +119,7 @@ static void arena_dealloc(PyObject *object)
 }
 
 /* Parses the number of an existing block; -1 with a Python error. */
-static Py_ssize_t read_block(const fst_arena_object *self, PyObject *number)
+static Py_ssize_t read_block(const arena_object *self, PyObject *number)
 {
     const Py_ssize_t block = PyLong_AsSsize_t(number);
     if (PyErr_Occurred())
@@ -76,7 +133,7 @@ static Py_ssize_t read_block(const fst_arena_object *self, PyObject *number)
 
 static PyObject *arena_take(PyObject *object, PyObject *number)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
+    const arena_object *self = (arena_object *)object;
     fst_status status = {0};
     size_t block = 0;
     const size_t size = PyLong_AsSize_t(number);
@@ -92,7 +149,7 @@ static PyObject *arena_take(PyObject *object, PyObject *number)
 /* put(address, size): copies memory to a new block and returns its number. */
 static PyObject *arena_put(PyObject *object, PyObject *args)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
+    const arena_object *self = (arena_object *)object;
     fst_status status = {0};
     unsigned long long address;
     Py_ssize_t size;
@@ -108,36 +165,37 @@ static PyObject *arena_put(PyObject *object, PyObject *args)
     return status.code ? fst_raise(&status) : PyLong_FromSize_t(block);
 }
 
-static PyObject *arena_send(PyObject *object, PyObject *number)
+/* Does something with an existing block. */
+static PyObject *on_block(PyObject *object, PyObject *number, void (*act)(fst_arena *, size_t))
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
+    const arena_object *self = (arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
-    fst_arena_send(self->arena, (size_t)block);
+    act(self->arena, (size_t)block);
     return Py_NewRef(Py_None);
+}
+
+static PyObject *arena_send(PyObject *object, PyObject *number)
+{
+    return on_block(object, number, fst_arena_send);
 }
 
 static PyObject *arena_sent(PyObject *object, PyObject *number)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
+    const arena_object *self = (arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     return block < 0 ? NULL : PyBool_FromLong(fst_arena_sent(self->arena, (size_t)block));
 }
 
 static PyObject *arena_give_back(PyObject *object, PyObject *number)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
-    const Py_ssize_t block = read_block(self, number);
-    if (block < 0)
-        return NULL;
-    fst_arena_give_back(self->arena, (size_t)block);
-    return Py_NewRef(Py_None);
+    return on_block(object, number, fst_arena_give_back);
 }
 
 static PyObject *arena_hold(PyObject *object, PyObject *args)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
+    const arena_object *self = (arena_object *)object;
     fst_status status = {0};
     Py_ssize_t block, size;
     if (!PyArg_ParseTuple(args, "nn", &block, &size))
@@ -151,7 +209,7 @@ static PyObject *arena_hold(PyObject *object, PyObject *args)
 
 static PyObject *arena_pin(PyObject *object, PyObject *unused)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
+    const arena_object *self = (arena_object *)object;
     const size_t made = fst_arena_made(self->arena);
     PyObject *pinned = PyList_New(0);
     (void)unused;
@@ -168,23 +226,18 @@ static PyObject *arena_pin(PyObject *object, PyObject *unused)
 
 static PyObject *arena_unpin(PyObject *object, PyObject *number)
 {
-    const fst_arena_object *self = (fst_arena_object *)object;
-    const Py_ssize_t block = read_block(self, number);
-    if (block < 0)
-        return NULL;
-    fst_arena_end_hold(self->arena, (size_t)block);
-    return Py_NewRef(Py_None);
+    return on_block(object, number, fst_arena_end_hold);
 }
 
 static PyObject *arena_sweep(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(fst_arena_sweep(((fst_arena_object *)object)->arena));
+    return PyLong_FromSize_t(fst_arena_sweep(((arena_object *)object)->arena));
 }
 
 static PyObject *arena_counts(PyObject *object, PyObject *unused)
 {
-    const fst_arena_counts c = fst_arena_counted(((fst_arena_object *)object)->arena);
+    const fst_arena_counts c = fst_arena_counted(((arena_object *)object)->arena);
     (void)unused;
     return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "made", (Py_ssize_t)c.made, "free",
                          (Py_ssize_t)c.free, "taken", (Py_ssize_t)c.taken, "held",
@@ -195,13 +248,52 @@ static PyObject *arena_counts(PyObject *object, PyObject *unused)
 static PyObject *arena_fileno(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromLong(fst_arena_file(((fst_arena_object *)object)->arena));
+    return PyLong_FromLong(fst_arena_file(((arena_object *)object)->arena));
 }
 
 static PyObject *arena_reserve(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(fst_arena_reserve(((fst_arena_object *)object)->arena));
+    return PyLong_FromSize_t(fst_arena_reserve(((arena_object *)object)->arena));
+}
+
+static PyObject *arena_prepare_locks(PyObject *object, PyObject *device)
+{
+    const arena_object *self = (arena_object *)object;
+    const long ordinal = PyLong_AsLong(device);
+    fst_status status = {0};
+    if (PyErr_Occurred())
+        return NULL;
+    if (ordinal < 0 || ordinal >= FST_GPU_DEVICES)
+        return PyErr_Format(PyExc_ValueError, "no CUDA device %ld", ordinal);
+    const fst_arena_locker locker = {fst_gpu_lock_host, fst_gpu_unlock_host, (int)ordinal};
+    Py_BEGIN_ALLOW_THREADS
+    fst_arena_prepare_locks(self->arena, locker, &status);
+    Py_END_ALLOW_THREADS
+    return status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+}
+
+static PyObject *arena_locked(PyObject *object, PyObject *args)
+{
+    const arena_object *self = (arena_object *)object;
+    fst_status status = {0};
+    unsigned long long address;
+    Py_ssize_t size;
+    size_t block = 0;
+    void *locked = NULL;
+    if (!PyArg_ParseTuple(args, "Kn", &address, &size))
+        return NULL;
+    if (size < 0)
+        return PyErr_Format(PyExc_ValueError, "no %zd bytes", size);
+    Py_BEGIN_ALLOW_THREADS /* locking takes milliseconds */
+    fst_arena_lock(self->arena, (const void *)(uintptr_t)address, (size_t)size, &block, &locked,
+                   &status);
+    Py_END_ALLOW_THREADS
+    if (status.code)
+        return fst_raise(&status);
+    if (!locked)
+        return Py_NewRef(Py_None);
+    return tensor_at(self, block, locked, (size_t)size, fst_arena_end_lock);
 }
 
 static PyMethodDef arena_methods[] = {
@@ -216,14 +308,14 @@ static PyMethodDef arena_methods[] = {
     {"hold", arena_hold, METH_VARARGS,
      FST_DOC("hold($self, block, size, /)", "In the main process: the first size bytes of a block "
                                             "that a worker filled, as a uint8 tensor.")},
-    {"locked", fst_py_arena_locked, METH_VARARGS,
+    {"locked", arena_locked, METH_VARARGS,
      FST_DOC("locked($self, address, size, /)",
              "The bytes at an address of a held block, page-locked, as a uint8 tensor. None where "
              "they are not locked.")},
     {"pin", arena_pin, METH_NOARGS,
      FST_DOC("pin($self, /)", "Keep the blocks with tensors in this process from being used again, "
                               "and return their numbers.")},
-    {"prepare_locks", fst_py_arena_prepare_locks, METH_O,
+    {"prepare_locks", arena_prepare_locks, METH_O,
      FST_DOC("prepare_locks($self, device, /)",
              "In the main process: map the file a second time, for memory that is page-locked for "
              "a CUDA device.")},
@@ -260,7 +352,7 @@ static PyType_Slot arena_slots[] = {
 
 PyType_Spec fst_arena_spec = {
     .name = "faststep._C.Arena",
-    .basicsize = sizeof(fst_arena_object),
+    .basicsize = sizeof(arena_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = arena_slots,
 };

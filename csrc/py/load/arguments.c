@@ -1,8 +1,6 @@
 /* Reads arguments that several functions of the loader take. */
 #include "py/load/arguments.h"
 
-enum { DL_INT = 0 }; /* a type code of DLPack */
-
 const fst_dl_api *fst_torch_api(const fst_module *state)
 {
     PyObject *capsule =
@@ -39,7 +37,7 @@ int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObje
     fst_dl_tensor tensor;
     if (fst_read_tensor(state, api, object, &tensor))
         return NULL;
-    if (tensor.dtype.code != DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
+    if (tensor.dtype.code != FST_DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
         (tensor.shape[0] > 1 && tensor.strides && tensor.strides[0] != 1)) {
         PyErr_SetString(PyExc_TypeError, "expected a packed 1-d tensor of int64");
         return NULL;

@@ -1,4 +1,4 @@
-/* arguments.h - reads arguments that several functions of the loader take. */
+/* arguments.h - what several functions of the loader take and return. */
 #ifndef FST_PY_LOAD_ARGUMENTS_H
 #define FST_PY_LOAD_ARGUMENTS_H
 
@@ -20,5 +20,11 @@ Py_ssize_t fst_sequence_size(PyObject *sequence);
 
 /* Copies the ints of a list or tuple; returns 0 if one of its items is anything else. */
 int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
+
+/* A tensor of the type, shape and strides of `form` over its memory; without strides it is
+ * contiguous. `end` is called once, from any thread, with the GIL or without: when the last tensor
+ * over the memory is gone, or at once if this fails. */
+PyObject *fst_export_tensor(const fst_dl_api *api, const fst_dl_tensor *form,
+                            void (*end)(void *owner), void *owner);
 
 #endif

@@ -1,4 +1,4 @@
-/* The type faststep._C.Gather: threads gather batches of rows into memory that is reused. */
+/* The types faststep._C.Gather, whose threads gather rows into memory that is reused, and Batch. */
 #include "py/load/gather.h"
 
 enum { PATIENCE = 50 }; /* milliseconds between two looks at Python's signals */
@@ -24,9 +24,8 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     self->moves = fst_hold_moves();
     self->slots = (fst_slots_object *)Py_NewRef(slots);
     self->owner = Py_NewRef(owner);
-    self->outputs = PyList_New(0);
     self->api = fst_torch_api(state);
-    if (!self->outputs || !self->api || fst_gather_parse(state, self, fields, nodes)) {
+    if (!self->api || fst_gather_parse(state, self, fields, nodes)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -38,37 +37,59 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     return (PyObject *)self;
 }
 
-static void end_batcher(fst_gather_object *self)
-{
-    fst_batcher *batcher = self->batcher;
-    self->batcher = NULL;
-    if (!batcher)
-        return;
-    Py_BEGIN_ALLOW_THREADS
-    fst_batcher_free(batcher);
-    Py_END_ALLOW_THREADS
-}
-
 static void gather_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     fst_gather_object *self = (fst_gather_object *)object;
-    end_batcher(self); /* ends the threads before the memory that they write to */
+    if (self->batcher) { /* its threads end before the memory that they read */
+        Py_BEGIN_ALLOW_THREADS
+        fst_batcher_free(self->batcher);
+        Py_END_ALLOW_THREADS
+    }
     fst_gather_forget(self);
-    Py_XDECREF(self->outputs);
     Py_XDECREF(self->slots);
     Py_XDECREF(self->owner);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
-static int is_usable(const fst_gather_object *self)
+/* A batch that was asked for. */
+typedef struct {
+    PyObject_HEAD
+    fst_gather_object *gather;
+    fst_batch *batch;  /* NULL once it is taken */
+    PyObject *outputs; /* a tuple of tensors, or NULL */
+} batch_object;
+
+/* Makes the Python object of a batch, which it takes over in any case. */
+static PyObject *new_batch(const fst_module *state, fst_gather_object *gather, fst_batch *batch,
+                           PyObject *outputs)
 {
-    if (self->batcher && !self->busy)
-        return 1;
-    PyErr_SetString(PyExc_RuntimeError,
-                    self->batcher ? "another thread is in this Gather" : "this Gather is closed");
-    return 0;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(state->batch_type, Py_tp_alloc);
+    batch_object *self = (batch_object *)alloc(state->batch_type, 0);
+    if (!self) {
+        fst_batcher_drop(gather->batcher, batch);
+        return NULL;
+    }
+    self->gather = (fst_gather_object *)Py_NewRef((PyObject *)gather);
+    self->batch = batch;
+    self->outputs = outputs == Py_None ? NULL : Py_NewRef(outputs);
+    return (PyObject *)self;
+}
+
+static void batch_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    batch_object *self = (batch_object *)object;
+    if (self->batch) {
+        Py_BEGIN_ALLOW_THREADS
+        fst_batcher_drop(self->gather->batcher, self->batch);
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->gather);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
 }
 
 static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t count,
@@ -76,11 +97,9 @@ static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t
 {
     fst_module *state = PyType_GetModuleState(Py_TYPE(self));
     fst_status status = {0};
-    uint64_t number = 0;
     char **addresses = NULL;
     if (!fst_gather_is_same(state, self))
         return Py_NewRef(Py_None);
-    const Py_ssize_t queued = PyList_Size(self->outputs);
     if (outputs != Py_None) {
         if (!(addresses = PyMem_Calloc(self->table.field_count, sizeof *addresses)))
             return PyErr_NoMemory();
@@ -89,31 +108,26 @@ static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t
             return NULL;
         }
     }
-    int failed = PyList_Append(self->outputs, outputs); /* kept before a thread writes there */
-    if (!failed) {
-        fst_batcher_add(self->batcher, indices, (size_t)count, addresses, &number, &status);
-        if (!number)
-            failed = PyList_SetSlice(self->outputs, queued, queued + 1, NULL);
-    }
+    fst_batch *batch = fst_batcher_add(self->batcher, indices, (size_t)count, addresses, &status);
     PyMem_Free(addresses);
-    if (status.code)
-        return fst_raise(&status);
-    return failed ? NULL : PyLong_FromUnsignedLongLong(number);
+    if (batch)
+        return new_batch(state, self, batch, outputs);
+    return status.code ? fst_raise(&status) : Py_NewRef(Py_False);
 }
 
 static PyObject *submit_sequence(fst_gather_object *self, PyObject *sequence, Py_ssize_t count,
                                  PyObject *outputs)
 {
     int64_t *indices = PyMem_Malloc(((size_t)count + 1) * sizeof *indices);
-    PyObject *number = NULL;
+    PyObject *batch = NULL;
     if (!indices)
         return PyErr_NoMemory();
     if (fst_copy_ints(sequence, indices, count))
-        number = add(self, indices, count, outputs);
+        batch = add(self, indices, count, outputs);
     else if (!PyErr_Occurred())
-        number = PyLong_FromLong(0);
+        batch = Py_NewRef(Py_False);
     PyMem_Free(indices);
-    return number;
+    return batch;
 }
 
 static PyObject *gather_submit(PyObject *object, PyObject *args)
@@ -121,7 +135,7 @@ static PyObject *gather_submit(PyObject *object, PyObject *args)
     fst_gather_object *self = (fst_gather_object *)object;
     PyObject *indices, *outputs = Py_None;
     Py_ssize_t start = 0, count = -1, all = 0;
-    if (!PyArg_ParseTuple(args, "O|nnO", &indices, &start, &count, &outputs) || !is_usable(self))
+    if (!PyArg_ParseTuple(args, "O|nnO", &indices, &start, &count, &outputs))
         return NULL;
     if ((all = fst_sequence_size(indices)) >= 0)
         return submit_sequence(self, indices, all, outputs);
@@ -147,24 +161,19 @@ static PyObject *tensor_over(const fst_dl_api *api, const fst_field_form *form, 
     return fst_slot_tensor(api, form->dtype, form->row_dims + 1, shape, NULL, slot);
 }
 
-static PyObject *tensors_of(fst_gather_object *self)
+/* The tensors over the slots of a batch that is done, which it frees. */
+static PyObject *tensors_of(fst_gather_object *self, fst_batch *batch)
 {
     const size_t fields = self->table.field_count;
     fst_slot **slots = PyMem_Calloc(fields, sizeof(fst_slot *));
-    PyObject *given = slots ? PyList_GetItem(self->outputs, 0) : NULL; /* borrowed */
-    const int in_slots = given == Py_None;
-    Py_XINCREF(given); /* up to CPython 3.11 the collector runs here */
-    PyObject *list = in_slots ? PyList_New((Py_ssize_t)fields)
-                     : given  ? PySequence_List(given)
-                              : NULL;
-    Py_XDECREF(given);
-    if (!list || PyList_SetSlice(self->outputs, 0, 1, NULL)) {
-        Py_XDECREF(list);
+    PyObject *list = slots ? PyList_New((Py_ssize_t)fields) : PyErr_NoMemory();
+    if (!list) {
         PyMem_Free(slots);
-        return slots ? NULL : PyErr_NoMemory();
+        fst_batcher_drop(self->batcher, batch);
+        return NULL;
     }
-    const size_t rows = fst_batcher_take(self->batcher, slots);
-    for (size_t f = 0; in_slots && f < fields; f++) {
+    const size_t rows = fst_batcher_take(self->batcher, batch, slots);
+    for (size_t f = 0; f < fields; f++) {
         if (!list) { /* an earlier field failed */
             fst_slot_give_back(slots[f]);
             continue;
@@ -177,14 +186,14 @@ static PyObject *tensors_of(fst_gather_object *self)
     return list;
 }
 
-/* Waits for the oldest batch, without the GIL; 0, or -1 with a Python error. */
-static int await_oldest(fst_gather_object *self)
+/* Waits for a batch, without the GIL; 0, or -1 with a Python error. */
+static int await(fst_batcher *batcher, fst_batch *batch)
 {
     fst_status status = {0};
     int done = 0;
     while (!done) {
         Py_BEGIN_ALLOW_THREADS
-        fst_batcher_wait(self->batcher, PATIENCE, &done, &status);
+        fst_batcher_wait(batcher, batch, PATIENCE, &done, &status);
         Py_END_ALLOW_THREADS
         if (status.code)
             fst_raise(&status);
@@ -194,66 +203,41 @@ static int await_oldest(fst_gather_object *self)
     return 0;
 }
 
-/* Drops older batches: their numbers never reached the caller, because a signal handler raised. */
-static PyObject *take(fst_gather_object *self, uint64_t number)
+/* take(). Code that runs meanwhile, for a signal or in another thread, finds that it was taken. */
+static PyObject *batch_take(PyObject *object, PyObject *unused)
 {
-    uint64_t oldest = 0;
-    while ((oldest = fst_batcher_oldest(self->batcher)) && oldest <= number) {
-        PyObject *list = await_oldest(self) ? NULL : tensors_of(self);
-        if (!list || oldest == number)
-            return list;
-        Py_DECREF(list);
-    }
-    return Py_NewRef(Py_None);
-}
-
-/* take(number). Python code that runs meanwhile, for a signal or in a finalizer, is refused as
- * other threads are. */
-static PyObject *gather_take(PyObject *object, PyObject *wanted)
-{
-    fst_gather_object *self = (fst_gather_object *)object;
-    const uint64_t number = PyLong_AsUnsignedLongLong(wanted);
-    if (PyErr_Occurred() || !is_usable(self))
-        return NULL;
-    self->busy = 1;
-    PyObject *list = take(self, number);
-    self->busy = 0;
-    return list;
-}
-
-static PyObject *gather_queued(PyObject *object, PyObject *unused)
-{
-    const fst_gather_object *self = (fst_gather_object *)object;
+    batch_object *self = (batch_object *)object;
+    fst_batch *batch = self->batch;
     (void)unused;
-    return PyLong_FromSize_t(self->batcher ? fst_batcher_queued(self->batcher) : 0);
+    if (!batch)
+        return Py_NewRef(Py_None);
+    self->batch = NULL;
+    if (await(self->gather->batcher, batch)) {
+        self->batch = batch;
+        return NULL;
+    }
+    if (!self->outputs)
+        return tensors_of(self->gather, batch);
+    fst_batcher_drop(self->gather->batcher, batch);
+    return PySequence_List(self->outputs);
 }
 
 static PyObject *gather_close(PyObject *object, PyObject *unused)
 {
-    fst_gather_object *self = (fst_gather_object *)object;
     (void)unused;
-    if (self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "another thread is in this Gather");
-        return NULL;
-    }
-    end_batcher(self);
-    if (PyList_SetSlice(self->outputs, 0, PyList_Size(self->outputs), NULL))
-        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    fst_batcher_end(((fst_gather_object *)object)->batcher);
+    Py_END_ALLOW_THREADS
     return Py_NewRef(Py_None);
 }
 
 static PyMethodDef gather_methods[] = {
     {"close", gather_close, METH_NOARGS,
-     FST_DOC("close($self, /)", "End the threads. Nothing else can be done after that.")},
-    {"queued", gather_queued, METH_NOARGS,
-     FST_DOC("queued($self, /)", "The number of batches that were asked for and not taken.")},
+     FST_DOC("close($self, /)", "End the threads. Batches are then gathered when they are taken.")},
     {"submit", gather_submit, METH_VARARGS,
      FST_DOC("submit($self, indices, start=0, count=-1, outputs=None, /)",
-             "Ask for the batch of these indices, and return its number. 0 means that an index has "
-             "no sample, and nothing was done.")},
-    {"take", gather_take, METH_O,
-     FST_DOC("take($self, number, /)",
-             "Wait for a batch, and return a tensor for each field. Older batches are dropped.")},
+             "Ask for the Batch of these indices. False means that an index has no sample, and "
+             "nothing was done.")},
     {NULL, NULL, 0, NULL},
 };
 
@@ -271,4 +255,25 @@ PyType_Spec fst_gather_spec = {
     .basicsize = sizeof(fst_gather_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = gather_slots,
+};
+
+static PyMethodDef batch_methods[] = {
+    {"take", batch_take, METH_NOARGS,
+     FST_DOC("take($self, /)",
+             "Wait for the batch, and return a tensor for each field; None if it was taken.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot batch_slots[] = {
+    {Py_tp_doc, "A batch that a Gather was asked for. It is dropped with its last reference."},
+    {Py_tp_dealloc, batch_dealloc},
+    {Py_tp_methods, batch_methods},
+    {0, NULL},
+};
+
+PyType_Spec fst_batch_spec = {
+    .name = "faststep._C.Batch",
+    .basicsize = sizeof(batch_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = batch_slots,
 };

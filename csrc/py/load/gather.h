@@ -32,15 +32,13 @@ typedef struct {
     fst_watch **watches;   /* one per node and field; NULL: cannot move */
     size_t next_look;      /* the node that was checked last */
     size_t moves;          /* fst_hold_moves() when all were checked last */
-    fst_batcher *batcher;  /* NULL when closed */
-    PyObject *outputs;     /* a list with one entry per queued batch: a tuple of tensors, or None */
-    int busy;              /* a thread is in a method that releases the GIL */
+    fst_batcher *batcher;
 } fst_gather_object;
 
 /* A tensor over a slot. The slot returns to its pool when the last tensor over its memory is
  * freed. Without strides the tensor is contiguous. Takes the slot over in any case. */
-PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
-                          const int64_t *strides, fst_slot *slot);
+PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, int64_t *shape,
+                          int64_t *strides, fst_slot *slot);
 
 /* Remembers the address and form of a torch.Tensor; NULL with a Python error. */
 fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);

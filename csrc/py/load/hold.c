@@ -76,41 +76,6 @@ static hold *hold_storage(const fst_owner_places *at, uint64_t *words)
     return held;
 }
 
-typedef struct {
-    fst_dl_managed managed;
-    hold *held;
-    int64_t sizes[]; /* shape, then strides */
-} hold_export;
-
-static void end_export(fst_dl_managed *managed)
-{
-    hold_export *export = (hold_export *)managed;
-    let_go(export->held);
-    free(export);
-}
-
-/* A tensor like `like` over held memory. Takes one user over, in any case. */
-static PyObject *tensor_over(const fst_dl_api *api, const fst_dl_tensor *like, hold *held)
-{
-    int (*to_object)(fst_dl_managed *, void **) =
-        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
-    const size_t dims = (size_t)like->ndim;
-    hold_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
-    void *tensor = NULL;
-    if (!export) {
-        let_go(held);
-        return PyErr_NoMemory();
-    }
-    memcpy(export->sizes, like->shape, dims * sizeof(int64_t));
-    memcpy(export->sizes + dims, like->strides, dims * sizeof(int64_t));
-    export->held = held;
-    export->managed = (fst_dl_managed){.version = {1, 0}, .deleter = end_export, .tensor = *like};
-    export->managed.tensor.shape = export->sizes;
-    export->managed.tensor.strides = export->sizes + dims;
-    /* if it fails, torch may still have the export, so it is not freed */
-    return to_object(&export->managed, &tensor) ? NULL : tensor;
-}
-
 PyObject *fst_py_hold(PyObject *module, PyObject *args)
 {
     const fst_module *state = fst_module_state(module);
@@ -133,7 +98,7 @@ PyObject *fst_py_hold(PyObject *module, PyObject *args)
         return NULL;
     }
     hold *held = hold_storage(&state->owners, words);
-    return held ? tensor_over(api, &tensor, held) : NULL;
+    return held ? fst_export_tensor(api, &tensor, let_go, held) : NULL;
 }
 
 PyObject *fst_py_holds(PyObject *module, PyObject *unused)

@@ -4,8 +4,6 @@
 
 #include "py/module.h"
 
-enum { DL_INT = 0, DL_UINT = 1 }; /* type codes of DLPack */
-
 static int refuse(PyObject *type, const char *name, const fst_problem *problem)
 {
     PyErr_Format(type, "%s %s", name, problem->detail);
@@ -53,7 +51,7 @@ static int read_source(fst_module *state, PyObject *object, fst_image_batch *bat
     if (read_images(state, object, "images", &tensor))
         return -1;
     batch->source_is_float = is_type(&tensor, FST_DL_FLOAT, 32);
-    if (!batch->source_is_float && !is_type(&tensor, DL_UINT, 8)) {
+    if (!batch->source_is_float && !is_type(&tensor, FST_DL_UINT, 8)) {
         PyErr_SetString(PyExc_TypeError, "images is neither uint8 nor float32");
         return -1;
     }
@@ -106,7 +104,7 @@ static int read_samples(fst_module *state, PyObject *object, fst_image_batch *ba
     fst_problem problem;
     if (fst_tensor_read_as_is(&state->tensors, object, &tensor, &problem))
         return refuse(PyExc_TypeError, "samples", &problem);
-    if (device_of(&tensor) != FST_HOST || !is_type(&tensor, DL_INT, 32) || tensor.ndim != 2 ||
+    if (device_of(&tensor) != FST_HOST || !is_type(&tensor, FST_DL_INT, 32) || tensor.ndim != 2 ||
         tensor.shape[0] != batch->count || tensor.shape[1] != WORDS ||
         (batch->count > 0 && tensor.strides[1] != 1) ||
         (batch->count > 1 && tensor.strides[0] != WORDS)) {
@@ -147,7 +145,7 @@ static int read_buffer(fst_module *state, PyObject *object, int device, fst_imag
     fst_problem problem;
     if (fst_tensor_read_as_is(&state->tensors, object, &tensor, &problem))
         return refuse(PyExc_TypeError, "buffer", &problem);
-    if (device_of(&tensor) != device || !is_type(&tensor, DL_INT, 32) || tensor.ndim != 1 ||
+    if (device_of(&tensor) != device || !is_type(&tensor, FST_DL_INT, 32) || tensor.ndim != 1 ||
         tensor.shape[0] * (int64_t)sizeof(int32_t) <
             batch->count * (int64_t)sizeof(fst_image_sample) ||
         (tensor.shape[0] > 1 && tensor.strides[0] != 1)) {
@@ -230,7 +228,7 @@ static int read_bytes(fst_module *state, PyObject *object, const char *name, int
         return refuse(PyExc_TypeError, name, &problem);
     for (int d = tensor->ndim; packed && d-- > 0; step *= tensor->shape[d])
         packed = tensor->shape[d] < 2 || step == 0 || tensor->strides[d] == step;
-    if (!packed || device_of(tensor) != FST_HOST || !is_type(tensor, DL_UINT, 8) ||
+    if (!packed || device_of(tensor) != FST_HOST || !is_type(tensor, FST_DL_UINT, 8) ||
         tensor->ndim != 3 || tensor->shape[channels] != 3) {
         PyErr_Format(PyExc_ValueError, "%s is not a packed %s tensor of uint8 on the cpu", name,
                      channels ? "(height, width, 3)" : "(3, height, width)");

@@ -1,53 +1,21 @@
 /* The type faststep._C.Slots, and tensors over its slots. */
 #include "py/load/gather.h"
 
-#include <stdlib.h>
-
-typedef struct {
-    fst_dl_managed managed;
-    fst_slot *slot;
-    int64_t sizes[]; /* shape, then strides */
-} slot_export;
-
-/* Called from any thread, with the GIL or without. */
-static void end_export(fst_dl_managed *managed)
+static void end_slot(void *slot)
 {
-    slot_export *export = (slot_export *)managed;
-    fst_slot_give_back(export->slot);
-    free(export);
+    fst_slot_give_back(slot);
 }
 
-PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
-                          const int64_t *strides, fst_slot *slot)
+PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, int64_t *shape,
+                          int64_t *strides, fst_slot *slot)
 {
-    int (*to_object)(fst_dl_managed *, void **) =
-        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
-    const size_t dims = (size_t)ndim;
-    slot_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
-    void *tensor = NULL;
-    if (!export) {
-        fst_slot_give_back(slot);
-        return PyErr_NoMemory();
-    }
-    int64_t *sizes = export->sizes, stride = 1;
-    for (size_t d = dims; d-- > 0;) {
-        sizes[d] = shape[d];
-        sizes[dims + d] = strides ? strides[d] : stride;
-        stride *= shape[d] > 1 ? shape[d] : 1;
-    }
-    export->slot = slot;
-    export->managed = (fst_dl_managed){
-        .version = {1, 0},
-        .deleter = end_export,
-        .tensor = {.data = slot->data,
-                   .device = {FST_DL_CPU, 0},
-                   .ndim = ndim,
-                   .dtype = dtype,
-                   .shape = sizes,
-                   .strides = sizes + dims},
-    };
-    /* if it fails, torch may still have the export, so it is not freed */
-    return to_object(&export->managed, &tensor) ? NULL : tensor;
+    const fst_dl_tensor form = {.data = slot->data,
+                                .device = {FST_DL_CPU, 0},
+                                .ndim = ndim,
+                                .dtype = dtype,
+                                .shape = shape,
+                                .strides = strides};
+    return fst_export_tensor(api, &form, end_slot, slot);
 }
 
 static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *keywords)

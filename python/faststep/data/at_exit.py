@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from typing import Protocol
+from typing import Any
 
-__all__ = ["close_at_exit"]
-
-
-class Closes(Protocol):
-    """Has threads, which `close` ends."""
-
-    def close(self) -> None: ...
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_living: weakref.WeakSet[Closes] = weakref.WeakSet()
-
-
-def close_at_exit(iterator: Closes) -> None:
-    """Closes an iterator when the interpreter ends, if it still lives then."""
+def close_at_exit(iterator: Any) -> None:
+    """Calls `close()` of an iterator when the interpreter ends, if it still lives then."""
     _living.add(iterator)
 
 

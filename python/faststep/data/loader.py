@@ -30,8 +30,6 @@ from .workers.arena import Workers
 from .workers.processes import ProcessIterator
 from .workers.threads import ThreadIterator
 
-__all__ = ["DataLoader", "prepare_loader"]
-
 _T_co = TypeVar("_T_co", covariant=True)
 
 PINNED_BY_TORCH = (

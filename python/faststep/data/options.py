@@ -14,8 +14,6 @@ from .stats import StageTimes
 from .types import State, Transform
 from .workers.arena import Workers
 
-__all__ = ["OPTIONS", "Extras", "Path", "Unprepared"]
-
 
 @dataclasses.dataclass
 class Extras:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import pickle
@@ -30,8 +29,6 @@ from .resume.progress import Progress, Worker, worker_of
 from .resume.stream import Source, dataset_of
 from .stats import Metered
 from .types import Loader, State
-
-__all__ = ["MultiIterator", "OwnWorkers", "SingleIterator"]
 
 
 class Placed(Metered):
@@ -114,7 +111,8 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
             begun = worker_of(saved_workers[0]) if state and saved_workers else None
             self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
         elif is_stateful(dataset_of(self._dataset)):
-            self.progress.ask = functools.partial(_ask_map, dataset_of(self._dataset))
+            dataset = dataset_of(self._dataset)
+            self.progress.ask = lambda *_: Worker(snapshot(lambda: states_of(dataset, None, False)))
 
     def _next_data(self) -> Any:
         progress = self.progress
@@ -172,10 +170,6 @@ class _PlaceInStream:
         failed = tuple((at + size * (n - begin), size) for n in self.failed if begin <= n < end)
         samples = at + size * (end - begin)
         return worker._replace(samples=samples, failed=worker.failed + failed)
-
-
-def _ask_map(dataset: object, batches: int, paced: bool) -> Worker:
-    return Worker(snapshot(lambda: states_of(dataset, None, False)))
 
 
 class PlacedWorkers(Placed):

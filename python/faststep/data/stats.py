@@ -12,8 +12,6 @@ import torch
 
 from .._torch.tensors import nbytes_of
 
-__all__ = ["Metered", "StageTimes"]
-
 KEPT = 4096  # the newest waits, for percentiles
 MOST_OBJECTS = 64  # in the containers of a batch whose bytes are counted
 ALL_OF, ONE_IN = 8, 64  # the first batches, and one in so many later ones, are looked at

@@ -10,19 +10,6 @@ import torch
 
 from .. import _C
 
-__all__ = [
-    "Array",
-    "CollateFn",
-    "Handle",
-    "Loader",
-    "LoaderExtras",
-    "Parse",
-    "State",
-    "TorchOptions",
-    "Transform",
-    "WorkerInitFn",
-]
-
 # What state_dict() gives: of a loader, a sampler, a dataset or a worker. Keys are torchdata's.
 State = dict[str, Any]
 CollateFn = Callable[[Any], Any]  # samples, in a list as a rule, to a batch
@@ -74,18 +61,14 @@ class Loader(Protocol):
     def _faststep(self) -> LoaderExtras: ...
     @property
     def _index_sampler(self) -> Iterable[Any]: ...
-    @property
-    def dataset(self) -> Any: ...
-    @property
-    def batch_sampler(self) -> Any: ...
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def prefetch_factor(self) -> int | None: ...
-    @property
-    def persistent_workers(self) -> bool: ...
+
+    dataset: Any
+    batch_sampler: Any
+    batch_size: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+
     @property
     def collate_fn(self) -> CollateFn: ...
     @property

@@ -9,8 +9,6 @@ from torch.utils.data import Dataset
 from .converted import check_leaf, row_of_leaf
 from .structure import flatten
 
-__all__ = ["ArrayDataset"]
-
 
 class ArrayDataset(Dataset[Any]):
     """Samples that are the rows of arrays.

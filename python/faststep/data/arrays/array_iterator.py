@@ -19,9 +19,7 @@ from ..resume.progress import Progress
 from ..stats import Metered
 from ..types import Loader, State
 from .columns import NotArrays
-from .gather_plan import Arrays, Plan
-
-__all__ = ["ArrayIterator"]
+from .gather_plan import Plan
 
 AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
@@ -67,9 +65,9 @@ class _Entry(NamedTuple):
 
     number: int
     indices: Any  # a Run of a known order, else what the sampler gave
-    arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
-    ticket: int  # its number there
-    error: Exception | None  # what stands in its place
+    plan: Plan | None = None  # whose threads gather it; None if torch's fetcher has to
+    batch: _C.Batch | None = None  # what they gather
+    error: Exception | None = None  # what stands in its place
 
 
 class ArrayIterator(Metered, BaseDataLoaderIter):
@@ -96,19 +94,19 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
-        self._arrays: Arrays | None = None  # what new batches are gathered from
+        self._is_current = False  # the plan is started, and no tensor is known to have moved
         self._bytes = 0  # of the newest batch, if it was gathered
         self._slots = slots
         self._batch_sampler = loader.batch_sampler
-        self._window = AHEAD
+        self._prefetch = AHEAD
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
         self._known = NO_RUN
         if self._num_workers:
-            self._window = max(1, asked_ahead(loader))
-            self._asked_ahead += self._window
+            self._prefetch = max(1, asked_ahead(loader))
+            self._asked_ahead += self._prefetch
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
         device = loader._faststep.device
-        self._held = 0 if device is None else loader._faststep.prefetch_to_device
+        self._on_device = 0 if device is None else loader._faststep.prefetch_to_device
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = _process
@@ -134,9 +132,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._is_fetched = False  # the arrays are gone: torch's fetcher makes the rest
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
-        self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
+        self._slots.keep((min(self._prefetch, AHEAD * 4) + self._on_device + 3) * slots_per_batch)
         if self._num_workers:
-            self._request_until(self._window)
+            self._request_until(self._prefetch)
             if order is not None:
                 self._add_known(order)
 
@@ -170,7 +168,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         except StopIteration:
             self._ended = True
         except Exception as error:
-            self._queue.append(_Entry(self._next_number(), None, None, 0, error))
+            self._queue.append(_Entry(self._next_number(), None, error=error))
         else:
             self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
 
@@ -208,33 +206,32 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
         size = max(1, order.batch_size * self._plan.row_bytes)
-        return max(2, min(self._window, MOST_BYTES_AHEAD // size))
+        return max(2, min(self._prefetch, MOST_BYTES_AHEAD // size))
 
     def _add(self, number: int, indices: object, arguments: object, submits: bool) -> None:
-        arrays, ticket = self._submit(arguments) if submits else (None, 0)
-        self._queue.append(_Entry(number, indices, arrays, ticket, None))
+        batch = self._submit(arguments) if submits else None
+        self._queue.append(_Entry(number, indices, self._plan if batch else None, batch))
 
-    def _submit(self, arguments: Any) -> tuple[Arrays | None, int]:
-        """Gives a batch to the threads; returns (None, 0) if it cannot be gathered."""
+    def _submit(self, arguments: Any) -> _C.Batch | None:
+        """Asks the threads for a batch; None if it cannot be gathered."""
         while not self._is_fetched:
-            arrays = self._arrays or self._place()
-            if arrays is None:
-                break
+            if not self._is_current:
+                self._start()
+                continue
             given = self._with_pinned_outputs(*arguments) if self._gathers_pinned else arguments
-            ticket = arrays.gather.submit(*given)
-            if ticket is not None:
-                return (arrays, ticket) if ticket else (None, 0)
-            self._arrays = None  # a tensor has moved; batches in the queue read its old memory
-        return None, 0
+            batch = self._plan.gather.submit(*given)
+            if batch is not None:
+                return batch or None
+            self._is_current = False  # a tensor moved; batches in the queue read its old memory
+        return None
 
-    def _place(self) -> Arrays | None:
-        """Plans anew, as tensors may have moved; None if the dataset is not in arrays any more."""
+    def _start(self) -> None:
+        """Plans anew if tensors have moved; notes if the dataset is not in arrays any more."""
         try:
-            self._arrays = Arrays(self._plan, self._slots, self._num_workers)
-            self._plan = self._arrays.plan
+            self._plan = self._plan.start(self._slots, self._num_workers)
+            self._is_current = True
         except NotArrays:
             self._is_fetched = True
-        return self._arrays
 
     def _with_pinned_outputs(self, items: Any, start: int = 0, count: int = -1) -> Any:
         """Arguments of `submit`, with page-locked memory for the batch.
@@ -279,17 +276,16 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             return self._deliver(self._queue[0])
 
     def _deliver(self, entry: _Entry) -> object:
-        arrays, tensors = entry.arrays, None
-        if arrays is not None:
-            tensors = arrays.gather.take(entry.ticket)
+        plan, tensors = entry.plan, None
+        if entry.batch is not None:
+            tensors = entry.batch.take()
         self.progress.delivered = entry.number + 1
         self._queue.popleft()
         if entry.error is not None:
             raise entry.error
-        if arrays is not None and tensors is not None:
+        if plan is not None and tensors is not None:
             rows = len(entry.indices) if self._order is None else entry.indices[2]
-            self._bytes = rows * arrays.row_bytes
-            plan = arrays.plan
+            self._bytes = rows * plan.row_bytes
             if plan.in_place is not None:
                 plan.in_place.put(tensors)
             return tensors if plan.structure.is_flat else plan.structure.batch(iter(tensors))
@@ -312,19 +308,20 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         """In a forked child, which has none of the threads: starts new ones for the queue."""
         self._process = _process
         self._lock = threading.Lock()
-        queue, self._queue, self._arrays = self._queue, deque(), None
+        queue, self._queue, self._is_current = self._queue, deque(), False
         for entry in queue:
-            if entry.arrays is not None:
+            if entry.plan is not None:
                 arguments = entry.indices if self._order else (entry.indices,)
                 self._add(entry.number, entry.indices, arguments, True)
             else:
                 self._queue.append(entry)
 
     def _stop(self) -> None:
-        arrays, self._arrays = self._arrays, None
-        for each in {arrays, *(entry.arrays for entry in self._queue)}:
-            if each is not None:
-                each.gather.close()
+        self._is_current = False
+        for plan in {self._plan, *(entry.plan for entry in self._queue if entry.plan)}:
+            if hasattr(plan, "gather"):
+                plan.gather.close()
+                del plan.gather
         self._queue.clear()
 
     def _finish(self) -> None:

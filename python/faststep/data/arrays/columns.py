@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +12,6 @@ from torch.utils.data import Dataset
 from ..._torch.held import NotHeld, hold
 from ..types import Array
 from .structure import Structure
-
-__all__ = [
-    "AS_IS",
-    "CONVERSIONS",
-    "NUMBERS",
-    "ROW_NUMBERS",
-    "TO_FLOATS",
-    "WIDENED",
-    "Column",
-    "ColumnDataset",
-    "NotArrays",
-    "check_array",
-    "column_of",
-]
 
 AS_IS = 0
 # (type in the array, type in the batch) -> the number of the conversion in csrc/io/table.h
@@ -54,6 +41,7 @@ class NotArrays(Exception):  # noqa: N818 - it says why another way is taken, an
     """The dataset cannot be read as arrays; the message says why."""
 
 
+@dataclass(slots=True, eq=False)
 class Column:
     """The rows of one array, in memory that `owner` keeps.
 
@@ -73,41 +61,16 @@ class Column:
         floats: for TO_FLOATS, a value of NUMBERS, the scale, means and stds.
     """
 
-    __slots__ = (
-        "address",
-        "boundary",
-        "conversion",
-        "floats",
-        "length",
-        "mapped",
-        "owner",
-        "prototype",
-        "stride",
-        "watched",
-    )
-
-    def __init__(
-        self,
-        prototype: torch.Tensor,
-        address: int,
-        stride: int,
-        length: int,
-        owner: Any,
-        mapped: bool = False,
-        conversion: int = AS_IS,
-        boundary: tuple[int, bool] = (0, False),
-        watched: torch.Tensor | None = None,
-    ) -> None:
-        self.prototype = prototype
-        self.address = address
-        self.stride = stride
-        self.length = length
-        self.owner = owner
-        self.mapped = mapped
-        self.conversion = conversion
-        self.boundary = boundary
-        self.watched = watched
-        self.floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
+    prototype: torch.Tensor
+    address: int
+    stride: int
+    length: int
+    owner: Any
+    mapped: bool = False
+    conversion: int = AS_IS
+    boundary: tuple[int, bool] = (0, False)
+    watched: torch.Tensor | None = None
+    floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
     def spec(self) -> tuple[object, ...]:

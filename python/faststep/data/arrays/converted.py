@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..types import Array
 from .columns import CONVERSIONS, NUMBERS, TO_FLOATS, WIDENED, Column, check_array, column_of
-
-__all__ = ["Converted", "check_leaf", "column_of_leaf", "converted", "row_of_leaf"]
 
 Numbers = float | Sequence[float] | torch.Tensor  # one, or one for each channel
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,21 +51,16 @@ def converted(
     return Converted(array, dtype, scale, mean, std)
 
 
+@dataclass(eq=False)
 class Converted:
     """The result of `converted`. `check` is called before all other methods."""
 
-    def __init__(
-        self,
-        array: Array,
-        dtype: torch.dtype,
-        scale: float,
-        mean: Numbers | None,
-        std: Numbers | None,
-    ) -> None:
-        self.array = array
-        self.dtype = dtype
-        self.scale, self.mean, self.std = scale, mean, std
-        self._normal: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    array: Array
+    dtype: torch.dtype
+    scale: float
+    mean: Numbers | None
+    std: Numbers | None
+    _normal: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.array)

@@ -18,8 +18,6 @@ from .converted import column_of_leaf
 from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
 
-__all__ = ["Arrays", "Plan"]
-
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
 READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
 PIECE = 1 << 14  # indices that are looked at together
@@ -39,11 +37,13 @@ class Plan:
     Args:
         dataset: of a loader.
         for_threads: whether threads will gather by this plan, which then has a copy of the indices
-            of Subsets. Without, it only says what there is: `gather` is not called.
+            of Subsets. Without, it only says what there is, and is not started.
 
     Raises:
         NotArrays: it has samples that are not rows of arrays; says which and why.
     """
+
+    gather: _C.Gather  # its threads, once it is started
 
     def __init__(self, dataset: Dataset[object], for_threads: bool = True) -> None:
         self._for_threads = for_threads
@@ -56,7 +56,8 @@ class Plan:
         self._columns: list[Column] = []
         self._nodes: list[tuple[object, ...]] = []
         self._owners: list[object] = []
-        self.length = self._add(dataset, "dataset")[1]
+        self._add(dataset, "dataset")
+        self.row_bytes = self._row_bytes()
 
     @property
     def gathered(self) -> tuple[Column, ...]:
@@ -72,31 +73,30 @@ class Plan:
         images = images_of(self.forms[field]) if len(of_rows) == 1 else None
         if images is not None:
             self.in_place = InPlace(field, images)
+            self.row_bytes = self._row_bytes()
 
-    @property
-    def row_bytes(self) -> int:
+    def _row_bytes(self) -> int:
         """Bytes of a sample in a batch."""
         prototypes = [form.prototype for form in self.gathered]
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
 
-    def again(self) -> Plan:
-        """A new plan of the same dataset.
+    def start(self, slots: _C.Slots, workers: int) -> Plan:
+        """Starts the threads of this plan, or of a new one of the same dataset if tensors moved.
 
         Raises:
             NotArrays: as the constructor.
         """
-        plan = Plan(self._dataset)
-        if self.in_place is not None and plan.structure == self.structure:
-            plan.leave_in_place(self.in_place.field)
-        return plan
+        plan = self
+        while True:
+            plan.gather = plan._threads(slots, workers)
+            if all(column.is_current for column in plan._columns):
+                return plan
+            in_place, structure, plan = plan.in_place, plan.structure, Plan(self._dataset)
+            if in_place is not None and plan.structure == structure:
+                plan.leave_in_place(in_place.field)
 
-    @property
-    def is_current(self) -> bool:
-        """True if no tensor has moved, or got another form, since this plan was made."""
-        return all(column.is_current for column in self._columns)
-
-    def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
-        """Starts the threads: one per worker, as far as there are cores.
+    def _threads(self, slots: _C.Slots, workers: int) -> _C.Gather:
+        """One thread per worker, as far as there are cores.
 
         The consumer copies too, and needs a core. Threads that wait for a file need none.
         """
@@ -114,8 +114,8 @@ class Plan:
             columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
         if isinstance(dataset, ColumnDataset) and _is(dataset, dataset._reads_rows_as()):
-            window, names = dataset._structure()
-            rows = [self._add_rows(found, window, names, name) for found in dataset._columns()]
+            structure, names = dataset._structure()
+            rows = [self._add_rows(found, structure, names, name) for found in dataset._columns()]
             return self._add_joined(rows)
         if _is(dataset, Subset):
             return self._add_subset(dataset, name)
@@ -181,22 +181,6 @@ class Plan:
         self._owners.append(chosen)
         node = (CHOSEN, child, len(chosen), chosen.data_ptr(), 0, 0)
         return self._add_node(len(chosen), *node)
-
-
-class Arrays:
-    """A plan that is current, and the threads that gather by it.
-
-    Raises:
-        NotArrays: as Plan: the arrays may have moved since `plan` was made.
-    """
-
-    def __init__(self, plan: Plan, slots: _C.Slots, workers: int) -> None:
-        self.gather = plan.gather(slots, workers)
-        while not plan.is_current:
-            plan = plan.again()
-            self.gather = plan.gather(slots, workers)
-        self.plan = plan
-        self.row_bytes = plan.row_bytes
 
 
 def _as_int64(indices: Any, name: str) -> torch.Tensor:

@@ -10,8 +10,6 @@ import torch
 
 from .columns import AS_IS, ROW_NUMBERS, Column
 
-__all__ = ["ImageRows", "InPlace", "images_of", "row_numbers"]
-
 MOST_IMAGES = (1 << 31) - 1
 MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # what Linux maps as it does files
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Structure", "flatten"]
-
 
 @dataclass(frozen=True)
 class Structure:

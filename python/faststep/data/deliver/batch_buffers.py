@@ -19,19 +19,6 @@ from ..._torch.data_loader import collate_stacking_by, collate_tensors, collates
 from ..resume.loader_stand_in import asked_ahead
 from ..types import Loader
 
-__all__ = [
-    "BatchBuffers",
-    "BufferCollate",
-    "BufferRows",
-    "Samples",
-    "buffering_by",
-    "buffering_collate",
-    "copy_image",
-    "new_rows",
-    "tensor_over",
-    "why_not_plain",
-]
-
 _here = threading.local()  # .buffers: of the loader that this thread fetches for
 
 

@@ -22,15 +22,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as shallow_copy
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from ..._torch.optim import is_capturing
 from .batch_buffers import tensor_over
-
-__all__ = ["Copier", "Copy", "ask_for_locked_memory", "copier_of", "page_locked"]
-
 
 # torch.cuda.Stream and torch.cuda.Event, or what stands for them on the CPU and in tests
 Stream = Any
@@ -162,18 +160,16 @@ def _accepts_non_blocking(function: Any) -> bool:
     return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+@dataclass(eq=False)
 class Copy:
     """A batch whose copy was started."""
 
-    __slots__ = ("consumer", "data", "event", "later", "sources", "tensors")
-
-    def __init__(self, consumer: Stream) -> None:
-        self.consumer = consumer  # the stream that the memory is of
-        self.data: object = None  # None after delivery
-        self.later: list[Any] = []  # leaves that are copied at delivery
-        self.tensors: list[torch.Tensor] = []  # on the device
-        self.sources: list[torch.Tensor] = []
-        self.event: Event = None
+    consumer: Stream  # the stream that the memory is of
+    data: object = None  # None after delivery
+    later: list[Any] = field(default_factory=list)  # leaves that are copied at delivery
+    tensors: list[torch.Tensor] = field(default_factory=list)  # on the device
+    sources: list[torch.Tensor] = field(default_factory=list)
+    event: Event = None
 
 
 class Copier:

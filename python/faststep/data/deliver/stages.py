@@ -19,8 +19,6 @@ from ..transforms import Compose
 from ..types import Loader, LoaderExtras, State, Transform
 from .copies import Copier, Copy
 
-__all__ = ["BatchStage", "DeviceIterator", "LeavingOut", "Transformed", "seed_of"]
-
 NAMED = 100  # samples that stats() names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch.utils.data import ConcatDataset, Dataset
@@ -11,8 +12,6 @@ from ..types import Array, Handle, Transform
 from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
 from .mapped import MappedArrays, map_array
 from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
-
-__all__ = ["ArrowDataset", "open_arrow"]
 
 
 def open_arrow(
@@ -53,7 +52,7 @@ class ArrowDataset(GroupedDataset):
 
     Raises:
         FormatError: the file is damaged, or a column is not there or of a type without a place in a
-            sample; when a record is read, that a value is missing.
+            sample; when a sample is read, that a value is missing.
         ImportError: pyarrow is not installed.
     """
 
@@ -79,7 +78,7 @@ class ArrowDataset(GroupedDataset):
         batches = _opened(self.path)
         columns = [name for name in self.columns if name in batches.schema.names]
         check_unchanged(self.path, self._form, _form(batches, columns, self.path))
-        return batches, self._new_cache()
+        return batches, OrderedDict()
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:

@@ -11,8 +11,6 @@ import torch
 from ..types import Handle
 from .common import FormatError
 
-__all__ = ["FieldWriter"]
-
 HEADER = 256  # bytes before the items; the shape that goes there is known at the end only
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,21 +55,21 @@ class FieldWriter:
         self._count = 0  # values
         self._rows = 0
 
-    def add(self, value: object, record: str) -> None:
-        """Adds the value of one record: a tensor, array, number, str or bytes."""
-        rows = as_rows(value, self.name, record)
+    def add(self, value: object, where: str) -> None:
+        """Adds the value of one sample: a tensor, array, number, str or bytes."""
+        rows = as_rows(value, self.name, where)
         if self._first is None:
             self._begin(rows)
         elif rows.form != self._first.form:
             raise FormatError(
-                f"{record}: {self.name} is {_text(rows)}, those before are {_text(self._first)}: "
+                f"{where}: {self.name} is {_text(rows)}, those before are {_text(self._first)}: "
                 "only the first dimension may differ; image_size or a transform makes images alike"
             )
         self._note(len(rows.items), 1)
         self._write(rows.items)
 
     def add_block(self, values: object) -> None:
-        """Adds many records: a tensor or array with one in each row."""
+        """Adds those of many samples: a tensor or array with one in each row."""
         if isinstance(values, torch.Tensor):
             stored = as_rows(values, self.name, "")
         else:
@@ -145,7 +143,7 @@ def _text(rows: StoredValue) -> str:
     return kind if kind in ("text", "bytes") else f"{dtype} of the shape ({shape})"
 
 
-def as_rows(value: object, name: str, record: str) -> StoredValue:
+def as_rows(value: object, name: str, where: str) -> StoredValue:
     """A value as it is stored."""
     import numpy
 
@@ -156,7 +154,7 @@ def as_rows(value: object, name: str, record: str) -> StoredValue:
     dtype = None
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
-            raise FormatError(f"{record}: {name} is not a dense tensor")
+            raise FormatError(f"{where}: {name} is not a dense tensor")
         tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         try:
             value = tensor.numpy()
@@ -165,7 +163,7 @@ def as_rows(value: object, name: str, record: str) -> StoredValue:
             value = tensor.view(INTEGERS[tensor.element_size()]).numpy()
     elif not isinstance(value, (bool, int, float, numpy.ndarray, numpy.generic)):
         raise FormatError(
-            f"{record}: {name} is a {type(value).__name__}, and no tensor, array, number, str or "
+            f"{where}: {name} is a {type(value).__name__}, and no tensor, array, number, str or "
             "bytes: make one of it with a transform first"
         )
     items = numpy.asarray(value)
@@ -174,7 +172,7 @@ def as_rows(value: object, name: str, record: str) -> StoredValue:
         torch.from_numpy(numpy.empty(0, items.dtype))
     except TypeError:
         raise FormatError(
-            f"{record}: {name} has the type {items.dtype}, which torch does not have"
+            f"{where}: {name} has the type {items.dtype}, which torch does not have"
         ) from None
     return StoredValue(
         "array" if items.ndim else "number", items if items.ndim else items[None], dtype

@@ -12,27 +12,13 @@ from typing import BinaryIO
 
 from ..types import Handle
 
-__all__ = [
-    "SHOWN",
-    "FormatError",
-    "PathLike",
-    "check_unchanged",
-    "file_mark",
-    "library",
-    "naming",
-    "open_regular",
-    "position",
-    "same_rows",
-    "walked",
-]
-
 SHOWN = 200  # characters
 
 PathLike = str | os.PathLike[str]
 
 
 class FormatError(ValueError):
-    """A file is not what it should be; the message names it and, if there is one, the record."""
+    """A file is not what it should be; the message names it and, if there is one, the sample."""
 
 
 def library(name: str, extra: str) -> Handle:

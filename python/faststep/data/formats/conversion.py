@@ -23,8 +23,6 @@ from .manifest import structure_to_json, write_manifest
 from .mapped import MappedArrays
 from .results import Destination
 
-__all__ = ["convert"]
-
 BLOCK_BYTES = 1 << 23
 BATCH = 64
 
@@ -50,22 +48,22 @@ def convert(
         force: replace an earlier result of this function: the files that its manifest names.
             Whatever else is in the directory stays there.
         image_size: resize images, which are uint8 tensors (3, height, width), by their shorter side
-            and cut out the middle: a square of this size. A record without any is an error.
+            and cut out the middle: a square of this size. A sample without any is an error.
             Default None: they stay as they are.
-        report: called with the records that are written, and their number or None if not known.
+        report: called with the samples that are written, and their number or None if not known.
         **options: for `open`.
 
     Samples are tensors, numpy arrays, numbers, str or bytes, in any nest of dict, list and tuple.
     Fields of one shape become rows of an array; a field that varies in its first dimension, as
-    tokens, text and bytes do, becomes its records one after another, and where each begins.
+    tokens, text and bytes do, becomes its values one after another, and where each begins.
 
     Returns:
-        The number of records.
+        The number of samples.
 
     Raises:
         FileExistsError: there is something at `destination`; with `force`, no earlier result, or
             one with a damaged manifest.
-        FormatError: the source is damaged, empty, or a field cannot be written; names the record.
+        FormatError: the source is damaged, empty, or a field cannot be written; names the sample.
     """
     place = Destination(os.fspath(destination), force)
     if isinstance(source, (str, os.PathLike)):
@@ -178,7 +176,7 @@ def _write_samples(
     count = 0
     with contextlib.closing(samples):
         for sample in samples:
-            record = f"{name}: record {count}"
+            where = f"{name}: record {count}"
             form, leaves = flatten(sample)
             if structure is None:
                 structure = form
@@ -187,9 +185,9 @@ def _write_samples(
                 writers.begin(leaves)
             elif form != structure:
                 fields = ", ".join(field for field, _ in leaves)
-                raise FormatError(f"{record} has other fields than those before: {fields}")
+                raise FormatError(f"{where} has other fields than those before: {fields}")
             for writer, (_, value) in zip(writers, leaves, strict=True):
-                writer.add(value, record)
+                writer.add(value, where)
             count += 1
             report(count, total)
     return structure, count

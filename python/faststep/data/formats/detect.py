@@ -27,8 +27,6 @@ from .tars import TarDataset
 from .tfrecord import TFRecordDataset, begins_a_record
 from .zips import ZipDataset, is_zip
 
-__all__ = ["format_of", "open"]
-
 HEAD = 4096
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Notes that stand beside data, in folders of the Hugging Face hub and of Spark.

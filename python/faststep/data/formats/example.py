@@ -1,4 +1,4 @@
-"""tf.train.Example and SequenceExample: a record's features, without TensorFlow or protobuf.
+"""tf.train.Example and SequenceExample: the features of a message, without TensorFlow or protobuf.
 
 The messages, by field numbers: Example {1: Features}, Features {1: map of str to Feature}, Feature
 {1: BytesList, 2: FloatList, 3: Int64List}, each list {1: values}, packed or not. SequenceExample
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
-__all__ = ["parse_example"]
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VALUE_KINDS = {1: "bytes", 2: "float", 3: "int64"}
@@ -43,7 +41,7 @@ Reader = Callable[[memoryview, int, int], Any]
 
 
 def _named(view: memoryview, number: int, read: Reader) -> dict[str, object]:
-    """The map in one field of the record, whose values `read` makes."""
+    """The map in one field of the message, whose values `read` makes."""
     found: dict[str, object] = {}
     for start, end in _messages(view, 0, len(view), number):
         for entry_start, entry_end in _messages(view, start, end, 1):

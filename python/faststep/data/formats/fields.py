@@ -17,8 +17,6 @@ from .common import FormatError, naming
 from .images import decode_image
 from .mapped import BAD_HEADER
 
-__all__ = ["BASIC", "WithFields", "decode_npy", "key_and_field", "read_pieces"]
-
 PIECE = 1 << 20  # bytes; how much more memory than there is data a wrong length may ask for
 MOST_UNPACKED = 1 << 30  # bytes of a file in gzip
 

@@ -16,8 +16,6 @@ from ..types import Handle, State, Transform
 from .common import FormatError, PathLike, check_unchanged, file_mark, open_regular, position
 from .shards import shard_names
 
-__all__ = ["FileDataset", "RangeDataset", "RecordDataset", "located", "one_of_few"]
-
 MOST_OPEN = 64  # datasets of a process with an open file that may be dropped
 FILES_OF_A_THREAD = 16
 _opened: deque[weakref.ref[FileDataset]] = deque()
@@ -153,8 +151,8 @@ class FileDataset(Dataset[Any]):
         self._prepare()
 
 
-class RecordDataset(FileDataset):
-    """A FileDataset that reads several records at once.
+class IndexedDataset(FileDataset):
+    """A FileDataset that reads several samples at once.
 
     Args:
         path: the file.
@@ -171,7 +169,7 @@ class RecordDataset(FileDataset):
         raise NotImplementedError
 
     def _read(self, places: Sequence[int]) -> list[object]:
-        """The samples of these records, counted from 0, before their transform."""
+        """The samples at these places, counted from 0, before their transform."""
         raise NotImplementedError
 
     def _samples(self, indices: Sequence[int]) -> list[object]:
@@ -184,23 +182,23 @@ class RecordDataset(FileDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch, as torch's loader asks for them."""
-        if type(self).__getitem__ is not RecordDataset.__getitem__:
+        if type(self).__getitem__ is not IndexedDataset.__getitem__:
             return [self[index] for index in indices]  # a subclass has its own samples
         return self._samples(indices)
 
 
-class RangeDataset(RecordDataset):
-    """Records of files that are opened on first use; each thread has a few open at a time.
+class RangeDataset(IndexedDataset):
+    """Samples of files that are opened on first use; each thread has a few open at a time.
 
     Args:
         paths: as for `shard_names`.
         transform: called on each sample.
 
     Subclasses make an index of the files, which must not change from then on: `_ends`, the number
-    of records up to the end of each file.
+    of samples up to the end of each file.
 
     Raises:
-        FormatError: when a record is read, that its file has changed.
+        FormatError: when a sample is read, that its file has changed.
     """
 
     per_thread = True

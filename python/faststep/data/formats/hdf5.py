@@ -18,10 +18,8 @@ from .common import (
     open_regular,
     same_rows,
 )
-from .handles import RecordDataset
+from .handles import IndexedDataset
 from .mapped import MappedArrays, map_array
-
-__all__ = ["HDF5Dataset", "open_hdf5"]
 
 CHUNK_CACHE = 1 << 25  # bytes per array that stay decompressed
 LARGEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of a number of torch's
@@ -50,7 +48,7 @@ def open_hdf5(
     return dataset
 
 
-class HDF5Dataset(RecordDataset):
+class HDF5Dataset(IndexedDataset):
     """Rows of arrays in an HDF5 file. Each process opens it for itself, on first use.
 
     Args:
@@ -67,7 +65,7 @@ class HDF5Dataset(RecordDataset):
     Raises:
         FormatError: the file is damaged, lacks an array, has one of a type that torch does not
             have or, without `external`, that is read from another file, or their lengths differ;
-            when a record is read, names it.
+            when a sample is read, names it.
         ImportError: h5py is not installed.
     """
 

@@ -17,8 +17,6 @@ from ..types import Transform
 from .common import PathLike, library, naming, open_regular, position, walked
 from .jpeg import decoder_name, jpeg_decoder, scaled
 
-__all__ = ["IMAGE_SUFFIXES", "MAX_PIXELS", "ImageFolder", "decode_image", "resized"]
-
 # torchvision's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 JPEG = b"\xff\xd8\xff"

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from ..types import Array, Handle
 from .common import library
 
-__all__ = ["DECODERS", "JpegDecoder", "decoder_name", "jpeg_decoder", "scaled"]
-
 DECODERS = ("auto", "simplejpeg", "turbojpeg", "pillow")
 SCALES = (8, 4, 2)  # what Pillow has, too
 

@@ -18,8 +18,6 @@ from .common import FormatError, PathLike, naming, open_regular
 from .handles import RangeDataset, located
 from .shards import ShardedStream
 
-__all__ = ["GZIP", "JsonLinesDataset", "JsonLinesStream", "begins_json_lines"]
-
 BEGIN = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{[ \t]*(?:\}|"(?:[^"\\\n]|\\.)*")')
 MOST_OF_A_LINE = 1 << 30  # bytes
 GZIP = b"\x1f\x8b"
@@ -72,8 +70,8 @@ class JsonLinesDataset(RangeDataset):
     read, not mapped.
 
     Raises:
-        FormatError: when a record is read, that it is no object, or that its file has changed;
-            names the file, the record and the byte where it begins.
+        FormatError: when a sample is read, that it is no object, or that its file has changed;
+            names the file, the sample and the byte where it begins.
     """
 
     def __init__(
@@ -92,9 +90,9 @@ class JsonLinesDataset(RangeDataset):
     def _read(self, places: Sequence[int]) -> list[object]:
         samples: list[object] = []
         for place, (start, length) in zip(places, self._places[[*places]].tolist(), strict=True):
-            number, record = located(self._ends, place)
+            number, inside = located(self._ends, place)
             line = self._bytes(number, start, length)
-            name = f"{self.paths[number]}: record {record}, at byte {start}"
+            name = f"{self.paths[number]}: record {inside}, at byte {start}"
             samples.append(_parsed(line, self.columns, name))
         return samples
 
@@ -122,7 +120,7 @@ class JsonLinesStream(ShardedStream):
         **options: as for ShardedStream: shuffle_shards, seed, rank, world_size.
 
     Raises:
-        FormatError: a line is no object, or the file is damaged; names the file and the record.
+        FormatError: a line is no object, or the file is damaged; names the file and the sample.
     """
 
     def __init__(

@@ -12,9 +12,7 @@ import torch
 
 from ..types import Handle, Transform
 from .common import FormatError, PathLike, library, naming, open_regular, position
-from .handles import RecordDataset
-
-__all__ = ["LMDBDataset"]
+from .handles import IndexedDataset
 
 META = struct.Struct("<16xII8xQI92xQQ")  # magic, version, map size, page size, last page, txn
 MAGIC = 0xBEEFC0DE
@@ -66,7 +64,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class LMDBDataset(RecordDataset):
+class LMDBDataset(IndexedDataset):
     """Values of an LMDB environment, in the order of their keys.
 
     Args:

@@ -1,7 +1,7 @@
 """The result of `convert`: a directory of .npy files, and a manifest that describes them.
 
 A field is one file of rows ("rows"), or items one after another with a file of the places where
-each record begins ("ragged", "text", "bytes").
+the value of each sample begins ("ragged", "text", "bytes").
 """
 
 from __future__ import annotations
@@ -18,15 +18,6 @@ from torch.utils.data import Dataset
 from ..arrays.structure import LEAF, Structure
 from .common import PathLike, check_unchanged, naming, open_regular, position
 from .mapped import MappedArrays, map_npy, viewed_as
-
-__all__ = [
-    "MANIFEST",
-    "RaggedArrays",
-    "files_of",
-    "open_manifest",
-    "structure_to_json",
-    "write_manifest",
-]
 
 MANIFEST = "faststep.json"
 FORMAT, VERSION = "faststep arrays", 1

@@ -28,17 +28,6 @@ from .common import (
     same_rows,
 )
 
-__all__ = [
-    "BAD_HEADER",
-    "MappedArrays",
-    "map_array",
-    "map_npy",
-    "open_npy",
-    "open_npz",
-    "open_safetensors",
-    "viewed_as",
-]
-
 # that of a .npy file is a piece of Python
 BAD_HEADER = SyntaxError, tokenize.TokenError, RecursionError, MemoryError
 

@@ -12,8 +12,6 @@ from .handles import located, one_of_few
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
-__all__ = ["ParquetDataset"]
-
 
 class ParquetDataset(GroupedDataset):
     """Rows of Parquet files. Each thread of each process opens them for itself, on first use.
@@ -31,7 +29,7 @@ class ParquetDataset(GroupedDataset):
 
     Raises:
         FormatError: a file is damaged, of other columns than the first, or a column is not there or
-            of a type without a place in a sample; when a record is read, that a value is missing.
+            of a type without a place in a sample; when a sample is read, that a value is missing.
         ImportError: pyarrow is not installed.
     """
 
@@ -62,7 +60,7 @@ class ParquetDataset(GroupedDataset):
         self._marks = [file_mark(path) for path in self.paths]  # there may be copies of them here
 
     def _open_handle(self) -> object:
-        return OrderedDict(), self._new_cache()
+        return OrderedDict(), OrderedDict()
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:

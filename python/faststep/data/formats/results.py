@@ -12,8 +12,6 @@ import tempfile
 from .common import FormatError
 from .manifest import MANIFEST, files_of
 
-__all__ = ["Destination"]
-
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux's
 
 
@@ -66,7 +64,7 @@ class Destination:
         names = os.listdir(self.target)
         if not names:
             return set()
-        if not _is_plain(os.path.join(self.target, MANIFEST)):
+        if not self._is_plain(MANIFEST):
             raise _not_ours(self.target, f"it has no {MANIFEST}")
         try:
             written = {MANIFEST, *files_of(self.target)}
@@ -75,10 +73,14 @@ class Destination:
         for name in names:
             if os.path.ismount(os.path.join(self.target, name)):
                 raise _not_ours(self.target, f"another file system is mounted at {name!r} in it")
-        return {name for name in names if name in written and self._has_plain(name)}
+        return {name for name in names if name in written and self._is_plain(name)}
 
-    def _has_plain(self, name: str) -> bool:
-        return _is_plain(os.path.join(self.target, name))
+    def _is_plain(self, name: str) -> bool:
+        """True if the destination has a file of this name, and no link to one."""
+        try:
+            return stat.S_ISREG(os.lstat(os.path.join(self.target, name)).st_mode)
+        except FileNotFoundError:
+            return False
 
     def take(self) -> None:
         """Puts what was written in its place.
@@ -138,14 +140,6 @@ class Destination:
 
 def _not_ours(target: str, reason: str) -> FileExistsError:
     return FileExistsError(f"{target} was not made by this command, and is not replaced: {reason}")
-
-
-def _is_plain(path: str) -> bool:
-    """True if it is a file, and no link to one."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _identity(folder: str) -> tuple[int, int] | None:

@@ -15,8 +15,6 @@ from ..._torch.ranks import rank_and_world_size
 from ..types import State
 from .common import SHOWN, FormatError, PathLike
 
-__all__ = ["ShardedStream", "shard_names"]
-
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MOST_FILES = 1_000_000  # of one pattern
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +11,7 @@ import torch
 
 from ..types import Array, Handle, Transform
 from .common import FormatError, library, naming
-from .handles import RecordDataset
-
-__all__ = ["Form", "GroupedDataset", "chosen_columns", "fixed_rows", "form_of", "is_fixed"]
+from .handles import IndexedDataset
 
 CACHED_GROUPS = 2  # per thread; more would be a copy of the file
 
@@ -152,7 +149,7 @@ def _tensor(rows: object) -> torch.Tensor:
     return torch.from_numpy(numpy.array(rows))
 
 
-class GroupedDataset(RecordDataset):
+class GroupedDataset(IndexedDataset):
     """Rows of a table in groups that are read as a whole; the last few stay in memory.
 
     Args:
@@ -222,10 +219,6 @@ class GroupedDataset(RecordDataset):
             cache[group] = values
         cache.move_to_end(group)
         return values
-
-    @staticmethod
-    def _new_cache() -> OrderedDict[int, dict[str, _Values]]:
-        return OrderedDict()
 
 
 def _one_array(column: Array) -> Array:

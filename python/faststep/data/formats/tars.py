@@ -15,8 +15,6 @@ from .common import FormatError, PathLike, naming, open_regular
 from .fields import BASIC, PIECE, WithFields, key_and_field, read_pieces
 from .shards import ShardedStream
 
-__all__ = ["TarDataset"]
-
 TAR_BLOCK = 512  # bytes, as the format calls it
 MOST_OF_HEADERS = 1 << 20  # bytes before one file: of long names and pax records
 

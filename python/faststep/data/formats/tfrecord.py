@@ -16,8 +16,6 @@ from .example import parse_example
 from .mapped import map_array
 from .shards import ShardedStream, shard_names
 
-__all__ = ["TFRecordDataset", "TFRecordStream", "begins_a_record"]
-
 HEAD, TAIL = 12, 4
 AT_ONCE = 4096  # records that one call finds
 FAULTS = {

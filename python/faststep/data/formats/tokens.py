@@ -16,8 +16,6 @@ from ..types import Array, State
 from .handles import located
 from .mapped import map_array, map_npy
 
-__all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
-
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 

@@ -17,8 +17,6 @@ from .common import FormatError, PathLike, naming, open_regular
 from .fields import BASIC, MOST_UNPACKED, WithFields, key_and_field
 from .handles import RangeDataset, located
 
-__all__ = ["ZipDataset", "is_zip"]
-
 LOCAL = struct.Struct("<4s22xHH")  # its mark; how long the name and what follows it are
 ENCRYPTED = 1
 KINDS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -92,10 +90,10 @@ class ZipDataset(WithFields, RangeDataset):
         return [self._sample(place) for place in places]
 
     def _sample(self, place: int) -> object:
-        number, record = located(self._ends, place)
+        number, inside = located(self._ends, place)
         start, end = self._keys_end[place : place + 2].tolist()
         key = self._keys[start:end].decode("utf-8", "surrogateescape")
-        name = f"{self.paths[number]}: sample {record} ({key!r})"
+        name = f"{self.paths[number]}: sample {inside} ({key!r})"
         first, last = self._files_end[place : place + 2].tolist()
         files = [_Member(*row) for row in self._files[first:last].tolist()]
         there = {self._names[file.field]: file for file in files}

@@ -15,8 +15,6 @@ from .of_sampler import epoch_of, parts_of
 from .orders import other_epoch
 from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
-__all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]
-
 
 class AskedOrder(Iterator[object]):
     """An index sampler that is asked for one batch after another, as torch does.

@@ -12,8 +12,6 @@ import torch
 
 from ..types import State
 
-__all__ = ["generator_of", "noting", "repeating"]
-
 
 def generator_of(*objects: Any) -> torch.Generator | None:
     """The first generator that one of the objects has for itself."""

@@ -13,8 +13,6 @@ from .asked import AskedOrder
 from .of_sampler import order_of
 from .orders import Order
 
-__all__ = ["Indices", "batches_of"]
-
 AT_ONCE = 1024  # indices
 
 

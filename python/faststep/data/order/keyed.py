@@ -10,8 +10,6 @@ from torch.utils.data import Sampler
 from ... import _C
 from ..._torch.ranks import rank_and_world_size
 
-__all__ = ["KeyedSampler"]
-
 AT_ONCE = 4096  # indices computed at a time
 
 

@@ -28,8 +28,6 @@ from .orders import Order, Run, SequentialOrder
 from .random_order import RandomOrder, between_epochs, not_drawn
 from .ranked import DistributedOrder, KeyedOrder
 
-__all__ = ["epoch_of", "order_of", "parts_of", "restore"]
-
 
 class OnceDrawnOrder(Order):
     """Samplers that draw all random numbers of an epoch when they are asked for the first index.

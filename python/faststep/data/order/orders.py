@@ -8,8 +8,6 @@ import torch
 
 from ..types import State
 
-__all__ = ["Order", "Run", "SequentialOrder", "other_epoch"]
-
 AT_ONCE = 1 << 14  # indices computed at a time, where they are
 
 Run = tuple[Any, int, int]  # indices: a list or an int64 tensor; the first place in it; how many

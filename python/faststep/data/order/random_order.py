@@ -10,8 +10,6 @@ from ..types import State
 from .draws import generator_of
 from .orders import Order, Run
 
-__all__ = ["RandomOrder", "between_epochs", "not_drawn"]
-
 PART = 1 << 14  # about so many indices are drawn at once
 PARTS_NOTED = 64  # states of the generator that are kept, for batches not delivered yet
 OF_AN_EPOCH = ("seed", "generator", "global", "drawn", "then")  # in a state

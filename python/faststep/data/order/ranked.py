@@ -12,24 +12,32 @@ from ..types import State
 from .keyed import KeyedSampler
 from .orders import Order, Run, SequentialOrder, other_epoch
 
-__all__ = ["DistributedOrder", "KeyedOrder"]
+
+class RankedOrder(Order):
+    """With a position that all ranks share."""
+
+    position = 0
+
+    def _load(self, state: State) -> None:
+        self.position = state["position"]
+        self.state["epoch"] = state["epoch"]
+
+    def _position_after(self, length: int, batches: int) -> int:
+        """How many samples all ranks had, if each had so many batches since it was taken up."""
+        ranks: int = self.sampler.num_replicas
+        return min(length, self.position + (self.samples_in(batches) - self.skipped) * ranks)
 
 
-class KeyedOrder(SequentialOrder):
+class KeyedOrder(RankedOrder, SequentialOrder):
     """Of a KeyedSampler."""
 
     sampler: KeyedSampler
-    position = 0
 
     def _identity(self) -> dict[str, tuple[object, str]]:
         return {
             "length": (len(self.sampler.data_source), "a number of samples of"),
             "seed": (self.sampler.seed, "the seed"),
         }
-
-    def _load(self, state: State) -> None:
-        self.position = state["position"]
-        self.state["epoch"] = state["epoch"]
 
     def _count(self) -> int:
         return self.sampler.count_from(self.position)
@@ -49,7 +57,7 @@ class KeyedOrder(SequentialOrder):
         return {
             **self.finished_state(),
             "epoch": self.state.get("epoch", self.sampler.epoch),
-            "position": _position_after(self, len(self.sampler.data_source), batches),
+            "position": self._position_after(len(self.sampler.data_source), batches),
             "samples_yielded": self.samples_in(batches),
         }
 
@@ -57,12 +65,11 @@ class KeyedOrder(SequentialOrder):
         return {**self.state, "epoch": self.sampler.epoch}
 
 
-class DistributedOrder(Order):
+class DistributedOrder(RankedOrder):
     """Of a DistributedSampler."""
 
     sampler: DistributedSampler[object]
     in_lists = True
-    position = 0
 
     def _length(self) -> int:
         return len(self.sampler.dataset)  # type: ignore[arg-type]
@@ -73,10 +80,6 @@ class DistributedOrder(Order):
             "length": (self._length(), "a number of samples of"),
             **{key: (value, f"a DistributedSampler's {key}") for key, value in keys},
         }
-
-    def _load(self, state: State) -> None:
-        self.position = state["position"]
-        self.state["epoch"] = state["epoch"]
 
     def _count(self) -> int:
         if not self.position:
@@ -108,11 +111,5 @@ class DistributedOrder(Order):
         return {
             "epoch": self.sampler.epoch,
             **super().state_after(batches),
-            "position": _position_after(self, self._length(), batches),
+            "position": self._position_after(self._length(), batches),
         }
-
-
-def _position_after(order: KeyedOrder | DistributedOrder, length: int, batches: int) -> int:
-    """How many samples all ranks had, if each had so many batches since the epoch was taken up."""
-    since = order.samples_in(batches) - order.skipped
-    return min(length, order.position + since * order.sampler.num_replicas)

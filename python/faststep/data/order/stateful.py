@@ -19,17 +19,6 @@ import torch
 from ..types import State
 from .draws import generator_of, repeating
 
-__all__ = [
-    "Pace",
-    "begin",
-    "is_stateful",
-    "items_of",
-    "load_map",
-    "opened",
-    "snapshot",
-    "states_of",
-]
-
 CHEAP = 200_000  # ns of a state that is taken each time
 SHARE = 20  # of the time, one part may go to states
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 
 from ..._torch.data_loader import pin_memory, set_worker_dataset
 from ..order.stateful import is_stateful, load_map, snapshot, states_of
-from ..types import CollateFn, State, WorkerInitFn
+from ..types import CollateFn, WorkerInitFn
 from .stream import Source, dataset_of
 
-__all__ = ["BatchWithStates", "CollateWithStates", "InitWorker"]
 
-
+@dataclass(eq=False)
 class BatchWithStates:
     """A batch on its way from a worker, with the position that only the worker knows.
 
@@ -22,10 +22,9 @@ class BatchWithStates:
             sent before.
     """
 
-    def __init__(self, batch: object, states: bytes | None, draws: bytes | None) -> None:
-        self.batch = batch
-        self.states = states
-        self.draws = draws
+    batch: object
+    states: bytes | None
+    draws: bytes | None
 
     def pin_memory(self, device: str | None = None) -> BatchWithStates:
         """Torch's thread that pins batches calls it."""
@@ -52,17 +51,17 @@ class CollateWithStates:
             draws = source.new_draws() if source else {}
             return BatchWithStates(batch, None, pickle.dumps(draws)) if draws else batch
         if source is None:  # each time, as indices cannot be read again
-            return BatchWithStates(batch, snapshot(self._states_of_map), None)
+            return BatchWithStates(
+                batch, snapshot(lambda: states_of(self._dataset, None, False)), None
+            )
         is_due = source.pace.is_due()  # counts
         if not is_due and self._has_sent:
             return batch
         self._has_sent = True  # the first one always, so that epochs can be told apart
         return BatchWithStates(batch, source.pace.take(source.states), None)
 
-    def _states_of_map(self) -> State:
-        return states_of(self._dataset, None, False)
 
-
+@dataclass(eq=False)
 class InitWorker:
     """Run in a worker process before it reads: the loader's worker_init_fn, and our own.
 
@@ -72,18 +71,15 @@ class InitWorker:
         saved_workers: where the workers of a map-style dataset go on, each pickled.
     """
 
-    def __init__(
-        self, init_fn: WorkerInitFn | None, dataset: object, saved_workers: list[bytes] | None
-    ) -> None:
-        self._init_fn = init_fn
-        self._dataset = dataset
-        self._saved_workers = saved_workers
+    init_fn: WorkerInitFn | None
+    dataset: object
+    saved_workers: list[bytes] | None
 
     def __call__(self, worker: int) -> None:
-        dataset = dataset_of(self._dataset)
-        if dataset is not self._dataset:
+        dataset = dataset_of(self.dataset)
+        if dataset is not self.dataset:
             set_worker_dataset(dataset)
-        if self._init_fn is not None:
-            self._init_fn(worker)
-        if self._saved_workers is not None:
-            load_map(dataset, pickle.loads(self._saved_workers[worker]))
+        if self.init_fn is not None:
+            self.init_fn(worker)
+        if self.saved_workers is not None:
+            load_map(dataset, pickle.loads(self.saved_workers[worker]))

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-__all__ = ["EpochListener", "SetEpoch"]
-
 
 class SetEpoch:
     """A call of `set_epoch`. A worker process makes it, of its dataset, when this is unpickled."""
@@ -29,7 +27,7 @@ class SetEpoch:
 
 def _call_in_worker(arguments: tuple[object, ...], options: dict[str, object]) -> None:
     info: Any = get_worker_info()
-    info.dataset.set_epoch(*arguments, **options)
+    SetEpoch(arguments, options).call(info.dataset)
 
 
 class EpochListener:

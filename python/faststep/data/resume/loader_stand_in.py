@@ -17,8 +17,6 @@ from .batch_states import CollateWithStates, InitWorker
 from .skipping import SkippingCollate, SkippingDataset
 from .stream import Source
 
-__all__ = ["LoaderStandIn", "asked_ahead", "is_stream", "keeps_seed"]
-
 
 def is_stream(dataset: object) -> bool:
     """True if a dataset is an iterable one whose position can be saved."""

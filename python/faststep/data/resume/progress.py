@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from ..order.stateful import opened
 from ..types import Loader, State
 
-__all__ = ["EpochIterator", "Progress", "Worker", "worker_of"]
-
 
 class Worker(NamedTuple):
     """The position of a worker in a dataset, where only the worker knows it."""
@@ -46,7 +44,7 @@ def worker_of(saved: State) -> Worker:
     )
 
 
-def _record_of(worker: Worker) -> State:
+def _saved_of(worker: Worker) -> State:
     values = worker._asdict()
     if worker.states is not None:
         values["states"] = opened(worker.states)
@@ -139,5 +137,5 @@ class Progress:
             if self.finished:
                 workers = [worker.in_next_epoch(True) for worker in workers]
             if not self.finished or (self.keeps_workers and any(w.states for w in workers)):
-                state["_workers"] = [_record_of(worker) for worker in workers]
+                state["_workers"] = [_saved_of(worker) for worker in workers]
         return state

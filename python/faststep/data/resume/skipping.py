@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import get_worker_info
 
 from ..._torch.data_loader import pin_memory
 from ..types import CollateFn
-
-__all__ = ["BatchWithSkipped", "SkippingCollate", "SkippingDataset", "skipping"]
 
 MOST_IN_A_ROW = 1000  # samples of an iterator that raises and raises
 SHOWN = 500  # characters
@@ -82,13 +81,13 @@ def skipping(samples: Iterator[object]) -> Iterator[object]:
         yield sample
 
 
+@dataclass(eq=False)
 class BatchWithSkipped:
     """The rest of a batch that lost samples, on its way to the script."""
 
-    def __init__(self, batch: object, is_empty: bool, skipped: list[Skipped]) -> None:
-        self.batch = batch
-        self.is_empty = is_empty
-        self.skipped = skipped
+    batch: object
+    is_empty: bool
+    skipped: list[Skipped]
 
     def pin_memory(self, device: str | None = None) -> BatchWithSkipped:
         """Torch's thread that pins batches calls it."""

@@ -10,21 +10,16 @@ import torch
 
 from ..types import State
 
-__all__ = ["check_form"]
-
 Test = Callable[[Any], bool]
 
 
-def _is_int(value: object) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
+def _int_from(low: int, end: int) -> Test:
+    return lambda value: type(value) is int and low <= value < end
 
 
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 0
-
-
-def _is_seed(value: object) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 64
+_is_int = _int_from(-(1 << 63), 1 << 63)
+_is_count = _int_from(0, 1 << 63)
+_is_seed = _int_from(-(1 << 63), 1 << 64)
 
 
 def _is_flag(value: object) -> bool:
@@ -112,7 +107,7 @@ LOADER: dict[str, Field] = {
     "_beyond": (_all(_is_count), "a list of ints from 0 on"),
     "_batch_size": (_is_count, COUNT),
     "_num_workers": (_is_count, COUNT),
-    "_last_worker": (lambda value: _is_int(value) and value >= -1, "an int from -1 on"),
+    "_last_worker": (_int_from(-1, 1 << 63), "an int from -1 on"),
     "_workers": (_all(lambda value: isinstance(value, dict)), "a list of dicts"),
 }
 SAMPLER: dict[str, Field] = {
@@ -151,9 +146,9 @@ def check_form(state: State) -> None:
     """
     _check(state, LOADER, "state")
     _check(state["_sampler_iter_state"] or {}, SAMPLER, "state['_sampler_iter_state']")
-    for number, record in enumerate(state.get("_workers", ())):
-        _check(record, WORKER, f"state['_workers'][{number}]")
-    # a state without records has none to check; one with them has one for each worker
+    for number, saved in enumerate(state.get("_workers", ())):
+        _check(saved, WORKER, f"state['_workers'][{number}]")
+    # a state has none of its workers, or all
     expected = max(1, state.get("_num_workers", 0))
     if "_workers" in state and len(state["_workers"]) != expected:
         raise ValueError(

@@ -16,8 +16,6 @@ from .loader_stand_in import is_stream
 from .progress import Progress, Worker
 from .state_form import check_form
 
-__all__ = ["check", "explain", "new_state", "restore_parts"]
-
 KEYS = {
     "_num_yielded",
     "_sampler_iter_yielded",

@@ -18,8 +18,6 @@ from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
 from ..types import State
 from .skipping import SkippingDataset, skipping
 
-__all__ = ["Source", "dataset_of"]
-
 
 def dataset_of(dataset: Any) -> Any:
     """The loader's dataset, of what stands in for it."""

@@ -19,8 +19,6 @@ from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
 
-__all__ = ["Compose"]
-
 SLOTS_KEPT = 3  # the batch that is made, the one in use, and one that autograd still has
 
 
@@ -232,7 +230,7 @@ def _samples(framing: Framing, mix: Mix, count: int, rows: Tensor | None) -> Ten
     partner: Offset = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))
     source: Offset = torch.arange(count, device="cpu") if rows is None else rows
-    words: list[Offset] = [*framing.window, *framing.grid, *framing.first, flip, partner, source]
+    words: list[Offset] = [*framing.source, *framing.grid, *framing.first, flip, partner, source]
     words += [*weights, *mix.box]
     same = torch.tensor([0 if isinstance(w, Tensor) else w for w in words], device="cpu")
     table = same.to(torch.int32)[:, None].repeat(1, count)

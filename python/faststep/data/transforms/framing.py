@@ -5,29 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Framing", "Offset"]
-
 Offset = int | Tensor  # the same for all samples, or (N,) int64
 
 
 class Framing:
-    """A window of each source image, resized to a grid; the batch shows a part of the grid.
+    """A crop of each source image, resized to a grid; the batch shows a part of the grid.
 
     Args:
         height, width: of the source images.
 
     Attributes:
-        size: height and width of the batch now; of a window that is not resized yet they may differ
+        size: height and width of the batch now; of a crop that is not resized yet they may differ
             from sample to sample.
     """
 
     def __init__(self, height: int, width: int) -> None:
         self.size: tuple[Offset, Offset] = (height, width)
-        self.window: tuple[Offset, Offset, Offset, Offset] = (0, 0, height, width)  # top, left, ...
+        self.source: tuple[Offset, Offset, Offset, Offset] = (0, 0, height, width)  # top, left, ...
         self.first: tuple[Offset, Offset] = (0, 0)  # row and column of the grid that come first
         self.flip: Tensor | None = None  # (N,) bool: after all of this
         self.antialias = False  # where it is resized
-        self._grid: tuple[int, int] | None = None  # None: as large as the window
+        self._grid: tuple[int, int] | None = None  # None: as large as the crop
         self._padded = self._cropped = False
 
     @property
@@ -40,8 +38,8 @@ class Framing:
 
     @property
     def grid(self) -> tuple[Offset, Offset]:
-        """The size that the window is resized to."""
-        return self._grid or self.window[2:]
+        """The size that the crop is resized to."""
+        return self._grid or self.source[2:]
 
     def crop(self, top: Offset, left: Offset, height: Offset, width: Offset, pads: bool) -> None:
         """Show a part; where it reaches outside, and only if `pads`, pixels are 0.
@@ -59,18 +57,18 @@ class Framing:
         self._padded |= pads
 
     def _forget_the_rest(self) -> None:
-        """Let the window end where the batch does: what was cropped away must not come back."""
+        """Let the crop end where the batch does: what was cropped away must not come back."""
         if self._grid is not None:
             raise ValueError("a crop that adds zeros comes after another crop of resized images")
         starts = [_at_least(first, 0) for first in self.first]
         ends = [
             _at_least(-_at_least(-(first + size), -length), start)
             for first, size, length, start in zip(
-                self.first, self.size, self.window[2:], starts, strict=True
+                self.first, self.size, self.source[2:], starts, strict=True
             )
         ]
-        top, left = self.window[0] + starts[0], self.window[1] + starts[1]
-        self.window = (top, left, ends[0] - starts[0], ends[1] - starts[1])
+        top, left = self.source[0] + starts[0], self.source[1] + starts[1]
+        self.source = (top, left, ends[0] - starts[0], ends[1] - starts[1])
         self.first = (self.first[0] - starts[0], self.first[1] - starts[1])
 
     def resize(self, height: int, width: int, antialias: bool) -> None:
@@ -81,8 +79,8 @@ class Framing:
         """
         if self._padded:
             raise ValueError("images cannot be resized after a crop that adds zeros")
-        top, left = self.window[0] + self.first[0], self.window[1] + self.first[1]
-        self.window = (top, left, *self.size)
+        top, left = self.source[0] + self.first[0], self.source[1] + self.first[1]
+        self.source = (top, left, *self.size)
         self.first = (0, 0)
         self._grid = self.size = (height, width)
         self.antialias = antialias

@@ -11,17 +11,8 @@ from torch import Tensor
 
 from .framing import Framing, Offset
 
-__all__ = [
-    "CenterCrop",
-    "Geometry",
-    "RandomCrop",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-    "Resize",
-]
-
 Size = int | tuple[int, int]
-ATTEMPTS = 10  # of RandomResizedCrop, to find a window that fits
+ATTEMPTS = 10  # of RandomResizedCrop, to find a crop that fits
 
 
 def _pair(name: str, size: Size) -> tuple[int, int]:
@@ -151,7 +142,7 @@ class Resize(Geometry):
 
 @dataclass(frozen=True)
 class RandomResizedCrop(Geometry):
-    """A window of random area and shape, anywhere, resized bilinearly.
+    """A crop of random area and shape, anywhere, resized bilinearly.
 
     Args:
         size: of the result.
@@ -191,7 +182,7 @@ class RandomResizedCrop(Geometry):
         framing.resize(*_pair("size", self.size), self.antialias)
 
     def _fallback(self, rows: int, columns: int) -> tuple[int, int]:
-        """The largest window in the middle with a ratio that is allowed."""
+        """The largest crop in the middle with a ratio that is allowed."""
         if columns / rows < self.ratio[0]:
             return min(rows, max(1, round(columns / self.ratio[0]))), columns
         if columns / rows > self.ratio[1]:

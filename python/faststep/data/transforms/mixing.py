@@ -11,8 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["CutMix", "Labels", "Mix", "MixUp", "OneHot", "RandomChoice"]
-
 
 @dataclass(frozen=True)
 class Mix:

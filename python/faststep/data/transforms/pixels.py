@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Normalize", "ToFloat"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = (torch.contiguous_format, torch.channels_last)
 

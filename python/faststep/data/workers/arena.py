@@ -18,8 +18,6 @@ import torch
 from ... import _C
 from ..deliver.copies import ask_for_locked_memory
 
-__all__ = ["Arena", "Workers", "arena_of"]
-
 _keys = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
@@ -58,10 +56,6 @@ class Arena:
                 self._kept.remove(entry)
                 for block in blocks:
                     self.memory.unpin(block)
-
-    def forget_pins(self) -> None:
-        """In a child: the blocks are its parent's."""
-        self._kept = []
 
     def prepare_locks(self, device: int) -> bool:
         """True if blocks can be page-locked for a CUDA device; if not, `unlocked` says why."""
@@ -158,7 +152,7 @@ def _after_fork_in_child() -> None:
     _write_ends.clear()  # they are open until the child ends
     _forking.release()
     for arena in list(_arenas.values()):
-        arena.forget_pins()
+        arena._kept = []  # the blocks are its parent's
 
 
 os.register_at_fork(

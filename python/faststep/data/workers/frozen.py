@@ -10,8 +10,6 @@ from zlib import crc32
 
 from .frozen_memory import WORD, FrozenItems, FrozenMemory, Writer, reader_of
 
-__all__ = ["FrozenDict", "FrozenList", "freeze"]
-
 
 def freeze(obj: object) -> FrozenList | FrozenDict:
     """A read-only copy of a list, tuple or dict, in one piece of memory that processes share.

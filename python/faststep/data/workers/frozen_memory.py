@@ -12,8 +12,6 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
-__all__ = ["FrozenItems", "FrozenMemory", "Writer"]
-
 WORD = 8  # bytes
 MOST_OF_FOUR_BYTES = 1 << 32
 AT_ONCE = 1 << 14  # items encoded before they are written

@@ -18,8 +18,6 @@ from ..deliver.batch_buffers import tensor_over, why_not_plain
 from ..types import Array
 from .arena import arena_of
 
-__all__ = ["PackedBatch", "pack"]
-
 SMALL = 1 << 14  # bytes of an array that is part of the pickle
 WASTE = 2  # a storage is sent whole if that is at most so many times what a tensor shows of it
 

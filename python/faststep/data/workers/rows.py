@@ -16,8 +16,6 @@ import torch
 from ..._torch.tensors import uses_of
 from ..deliver.batch_buffers import BatchBuffers, why_not_plain
 
-__all__ = ["CONTAINERS", "Rows"]
-
 LARGE = 1 << 16  # bytes of a tensor that is worth it
 CONTAINERS = (tuple, list, dict)  # of tensors; in others they stay as they are
 

@@ -32,8 +32,6 @@ from ..resume.skipping import SkippingCollate
 from ..resume.stream import Source, dataset_of
 from ..types import CollateFn, Loader, State
 
-__all__ = ["ThreadIterator"]
-
 
 class ThreadIterator(OwnWorkers):
     """torch's iterator with threads for workers. Order, draws, errors and time-outs are torch's.
