@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -20,7 +19,9 @@ from ..run import swap_silently
 from ..run.changes import make_changes
 from ..run.program import Program
 from . import sandbox, scratch
-from .recorder import Recorder
+from .peers import Peers
+from .recorder import INTERVAL, Recorder
+from .watching import Watch
 
 __all__ = ["main"]
 
@@ -32,19 +33,22 @@ def main(order: dict[str, Any]) -> None:
 
     Args:
         order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used;
-            `answer`, the file descriptor, or None in a rank that measures nothing; `ranks` of the
-            script, all of this machine; `program`, the arguments of `Program`; `change`, `Changes`
-            of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
-            `most_seconds`, `tries` of `Recorder`.
+            `answer`, the file descriptor, or None in a rank that is not asked; `ranks` of the
+            script, and `local`, those of this machine; `is_first` of these; `address` of rank 0
+            and its `ports`, of the script and of `Peers`; `program`, the arguments of `Program`;
+            `change`, `Changes` of `run`; `rounds`, to round gradients once more; `seconds`,
+            `least_steps`, `most_seconds`, `tries` of `Recorder`.
     """
-    if order["sandbox"] == "namespaces":
-        sandbox.enter(order["empty"])
-    elif order["sandbox"] == "scratch":
-        scratch.enter(order["empty"], order["network"])
-
-    others = _start_others(order) if order["ranks"] > 1 and order["answer"] is not None else []
+    _enter_sandbox(order)
+    is_asked, others = order["answer"] is not None, []
+    peers: Peers | None = None
+    if order["ranks"] > 1:
+        peers = Peers(order["address"], order["ports"][1], is_host=is_asked, ranks=order["ranks"])
+        others = _start_others(order) if order["is_first"] else []
 
     def done(found: dict[str, Any]) -> None:
+        if peers is not None:
+            found["ranks"] = peers.told()
         for one in others:
             one.kill()
         with os.fdopen(order["answer"], "w") as answer:
@@ -62,8 +66,9 @@ def main(order: dict[str, Any]) -> None:
         swap_silently(order["change"]["parts"])
     if order["rounds"]:
         register_optimizer_step_pre_hook(_round)
-    if order["answer"] is None:  # a rank that is not asked
-        Program(*order["program"]).run()
+    if not is_asked:
+        with Watch([peers] if peers else [], lambda text: None, INTERVAL):
+            Program(*order["program"]).run()
         return
     recorder = Recorder(
         order["seconds"], order["least_steps"], order["most_seconds"], order["tries"], done
@@ -80,20 +85,29 @@ def main(order: dict[str, Any]) -> None:
     recorder.end()
 
 
+def _enter_sandbox(order: dict[str, Any]) -> None:
+    if order["sandbox"] == "scratch" and not order["is_first"]:
+        scratch.join(order["empty"])
+    elif order["sandbox"] == "scratch":
+        scratch.enter(order["empty"], order["network"])
+    elif order["sandbox"] == "namespaces" and order["is_first"]:
+        sandbox.enter(order["empty"])
+
+
 def _start_others(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
-    """Make this process rank 0 of a script on this machine, and start the other ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    count = str(order["ranks"])
-    ranks = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": "0"}
-    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
+    """Make this process the first rank of a script on this machine, and start the others."""
+    first = int(os.environ.setdefault("RANK", "0"))
+    os.environ.setdefault("GROUP_RANK", "0")
+    os.environ.update(MASTER_ADDR=order["address"], MASTER_PORT=str(order["ports"][0]))
+    os.environ.update(WORLD_SIZE=str(order["ranks"]), LOCAL_WORLD_SIZE=str(order["local"]))
+    os.environ.update(LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
     command = [sys.executable, "-m", "faststep.doctor.probe"]
-    command.append(json.dumps({**order, "sandbox": "none", "answer": None}))
+    command.append(json.dumps({**order, "is_first": False, "answer": None}))
     return [
-        subprocess.Popen(command, env={**os.environ, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in map(str, range(1, order["ranks"]))
+        subprocess.Popen(
+            command, env={**os.environ, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(1, order["local"])
     ]
 
 

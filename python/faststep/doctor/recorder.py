@@ -29,7 +29,7 @@ from .findings import FAULT
 from .phases import Place
 from .sampler import Sampler
 
-__all__ = ["Recorder"]
+__all__ = ["INTERVAL", "Recorder"]
 
 INTERVAL = 0.01  # seconds between two looks at the stack
 COUNTED = 0.05  # seconds between two looks at the counters of the kernel and the C library
@@ -270,6 +270,7 @@ class Recorder:
             "others": self._others(),
             "switched": {},
             "machine": {},
+            "ranks": [],
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }

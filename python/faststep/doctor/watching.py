@@ -75,11 +75,17 @@ class Watch:
     Args:
         displays: what its lines are given to.
         say: is told what cannot be measured, and why.
+        interval: seconds between two looks at the stack.
     """
 
-    def __init__(self, displays: Sequence[Display], say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        displays: Sequence[Display],
+        say: Callable[[str], object],
+        interval: float = INTERVAL,
+    ) -> None:
         self._displays, self._say = displays, say
-        self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
+        self._sampler = Sampler(interval, self._looked, self._stepped, self._lost)
         self._counts: Counter[int] = Counter()  # steps, by optimizer
         self._root: torch.Tensor | None = None
         self._begun: float | None = None  # when the steps of this line began
