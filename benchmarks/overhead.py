@@ -12,9 +12,11 @@ import threading
 import time
 
 import torch
+from torch.utils.data import DataLoader
 
+from faststep._torch.data_loader import BaseDataLoaderIter
 from faststep.cli.live import Log, Page
-from faststep.doctor.recorder import BaseDataLoaderIter, DataLoader, Recorder
+from faststep.doctor.recorder import Recorder
 from faststep.doctor.watching import Watch
 
 

@@ -18,6 +18,7 @@ from faststep.doctor.trials import Trial, Trials
 
 FOUND: dict[str, Any] = {
     "others": 0.0, "cores": 4, "swapped": 0, "peak": 1 << 20, "switched": {}, "loaders": [],
+    "gpu": None,
 }  # fmt: skip
 
 

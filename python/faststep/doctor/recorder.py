@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
-from . import inspected, rates, system
+from . import gpu, inspected, rates, system
 from .alternation import Alternation, Switch, switches
 from .findings import FAULT
 from .phases import Place
@@ -271,6 +271,7 @@ class Recorder:
             "switched": {},
             "machine": {},
             "ranks": [],
+            "gpu": gpu.described(self._optimizers.values()),
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }
