@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from faststep.doctor import scratch
 from faststep.doctor.findings import suspects
 from faststep.doctor.gains import compare, deviations, is_rounding
-from faststep.doctor.runs import free_ports
-from faststep.doctor.sandbox import is_available
+from faststep.doctor.runs import DoctorError, Length, Runs, free_ports
+from faststep.doctor.sandbox import Kind, is_available
+from faststep.run.program import Program
 
 HERE = Path(__file__).parent
 needs_sandbox = pytest.mark.skipif(
@@ -98,6 +100,48 @@ def test_a_file_that_is_none_of_the_doctors(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "'other.json' is no file of `doctor --save`" in done.stderr
+
+
+@needs_sandbox
+@pytest.mark.parametrize("kind", ["namespaces", "none"])
+def test_runs_are_forked_from_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """It has imported what takes long, and outlives a run that dies or takes too long."""
+    started: list[Any] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **kwargs: started.append(args) or start(*args, **kwargs)
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "assert 'torch._dynamo' in sys.modules\n"
+        "import torch\n"
+        "if os.path.exists('dies'):\n"
+        "    os.write(2, b'it has died'), os.abort()\n"
+        "weight = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "while True:\n"
+        "    weight.sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    runs = Runs(Program(str(script), []), time.monotonic() + 120, False, kind)
+    first = runs.measure(Length(0.1, 5))
+    assert runs.measure(Length(0.1, 5))["losses"] == first["losses"]
+    assert first["peak"] > 100 << 20
+    assert len(started) == 1
+    (tmp_path / "dies").touch()
+    with pytest.raises(DoctorError, match="it has died"):
+        runs.measure(Length(0.1, 5))
+    (tmp_path / "dies").unlink()
+    assert len(runs.measure(Length(0.1, 5))["steps"]) >= 5
+    assert len(started) == 2
+    server = runs._server
+    del runs
+    assert server is not None
+    assert not server.is_alive
 
 
 @pytest.fixture

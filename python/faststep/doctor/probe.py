@@ -1,4 +1,7 @@
-"""One run of a script that is measured and thrown away: `python -m faststep.doctor.probe ORDER`."""
+"""One run of a script that is measured and thrown away: `python -m faststep.doctor.probe ORDER`.
+
+Where ORDER is the number of a socket, it brings orders, each of which is run in a fork.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from ..run import swap_silently
 from ..run.changes import make_changes
 from ..run.program import Program
 from . import sandbox, scratch
+from .fork_server import serve
 from .peers import Peers
 from .recorder import INTERVAL, Recorder
 from .watching import Watch
@@ -35,9 +39,10 @@ def main(order: dict[str, Any]) -> None:
         order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used;
             `answer`, the file descriptor, or None in a rank that is not asked; `ranks` of the
             script, and `local`, those of this machine; `is_first` of these; `address` of rank 0
-            and its `ports`, of the script and of `Peers`; `program`, the arguments of `Program`;
-            `change`, `Changes` of `run`; `rounds`, to round gradients once more; `seconds`,
-            `least_steps`, `most_seconds`, `tries` of `Recorder`.
+            and its `ports`, of the script and of `Peers`; `shared`, bytes of memory that this
+            process has beside its own; `program`, the arguments of `Program`; `change`, `Changes`
+            of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
+            `most_seconds`, `tries` of `Recorder`.
     """
     _enter_sandbox(order)
     is_asked, others = order["answer"] is not None, []
@@ -49,6 +54,8 @@ def main(order: dict[str, Any]) -> None:
     def done(found: dict[str, Any]) -> None:
         if peers is not None:
             found["ranks"] = peers.told()
+        if "peak" in found:
+            found["peak"] += order["shared"]
         for one in others:
             one.kill()
         with os.fdopen(order["answer"], "w") as answer:
@@ -91,6 +98,7 @@ def _enter_sandbox(order: dict[str, Any]) -> None:
     elif order["sandbox"] == "scratch":
         scratch.enter(order["empty"], order["network"])
     elif order["sandbox"] == "namespaces" and order["is_first"]:
+        sandbox.leave_others()
         sandbox.enter(order["empty"])
 
 
@@ -118,4 +126,5 @@ def _round(optimizer: Optimizer, *_: object) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    given = sys.argv[1]
+    main(serve(int(given)) if given.isdigit() else json.loads(given))

@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TextIO
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ..run.program import Program
 from . import sandbox
+from .fork_server import ForkServer
 from .nodes import Nodes
 
 __all__ = ["GRACE", "DoctorError", "Length", "Runs", "free_ports"]
 
-MOST_READ = 65536  # characters
 POLLED = 0.02  # seconds between two looks at whether a run has ended
 GRACE = 20.0  # seconds to start and to end, beyond what a run may measure
 
@@ -65,6 +62,7 @@ class Runs:
         self._ranks = ranks
         self._nodes = nodes
         self._sandbox = sandbox
+        self._server: ForkServer | None = None
         self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
 
     @property
@@ -104,10 +102,11 @@ class Runs:
         }
         beside = contextlib.nullcontext() if self._nodes is None else self._nodes.running(order)
         with tempfile.TemporaryFile() as answer, beside:
-            errors = self._run(order, answer.fileno())
+            self._run(order, answer.fileno())
             answer.seek(0)
             text = answer.read()
         if not text:
+            errors = self._server.kill() if self._server is not None else ""
             raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
@@ -125,24 +124,39 @@ class Runs:
         order: dict[str, Any],
         answer: int | None,
         is_over: Callable[[], bool] = lambda: False,
-    ) -> str:
-        """Run the ranks of this machine; returns the newest of what they say on stderr."""
+    ) -> None:
+        """Run the ranks of this machine to their end, or until it is over."""
         with tempfile.TemporaryDirectory(prefix="faststep-") as empty:
             order = {
                 **order,
                 "sandbox": self._sandbox,
                 "empty": empty,
                 "network": self._network,
-                "answer": answer,
                 "program": self._program,
                 "ranks": self._ranks,
                 "local": self._ranks if self._nodes is None else self._nodes.local,
                 "is_first": True,
             }
-            command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
-            if self._sandbox == "namespaces":
-                command = sandbox.sandboxed(command, self._network)
-            return self._finish(command, answer, order["most_seconds"] + GRACE, is_over)
+            if self._server is None or not self._server.is_alive:
+                self._server = self._started_server()
+            self._server.begin(order, answer)
+            end = time.monotonic() + order["most_seconds"] + GRACE
+            while not self._server.has_ended(POLLED):
+                if is_over() or time.monotonic() > end:
+                    self._server.kill()
+                    break
+        if time.monotonic() > end:
+            raise DoctorError(f"the script did not end within {order['most_seconds']:.0f} s")
+
+    def _started_server(self) -> ForkServer:
+        def wrap(command: Sequence[str]) -> Sequence[str]:
+            if self._sandbox != "namespaces":
+                return command
+            return sandbox.sandboxed(command, self._network)
+
+        server = ForkServer(wrap, sandbox.environment(os.environ, self._network))
+        weakref.finalize(self, server.kill)
+        return server
 
     def _hint(self, error: str) -> str:
         if self._sandbox != "scratch" or "ermission" not in error:
@@ -153,46 +167,6 @@ class Runs:
             "sandbox: each run then writes its files."
         )
 
-    def _finish(
-        self,
-        command: list[str],
-        answer: int | None,
-        seconds: float,
-        is_over: Callable[[], bool],
-    ) -> str:
-        """Run a command to its end, or until it is over; returns the newest of its stderr."""
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # as what shows output would read it
-            stderr=subprocess.PIPE,
-            env=sandbox.environment(os.environ, self._network),
-            pass_fds=() if answer is None else (answer,),
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
-        said: list[str] = []
-        readers = [
-            threading.Thread(target=_drain, args=(stream, kept), daemon=True)
-            for stream, kept in ((process.stdout, None), (process.stderr, said))
-        ]
-        for one in readers:
-            one.start()
-        end = time.monotonic() + seconds
-        try:
-            while process.poll() is None and not is_over():
-                if time.monotonic() > end:
-                    raise DoctorError(f"the script did not end within {seconds:.0f} s")
-                time.sleep(POLLED)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for one in readers:
-                one.join()
-        return "".join(said)
-
 
 def free_ports(count: int) -> list[int]:
     """Numbers of TCP ports that nobody uses."""
@@ -201,12 +175,3 @@ def free_ports(count: int) -> list[int]:
         for one in free:
             one.bind(("", 0))
         return [one.getsockname()[1] for one in free]
-
-
-def _drain(stream: TextIO | None, kept: list[str] | None) -> None:
-    """Read a stream to its end; the newest of it is kept."""
-    assert stream is not None
-    while text := stream.read(MOST_READ):
-        if kept is not None:
-            kept[:] = [*kept[-1:], text]
-    stream.close()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .phases import Place
 from .sampler import INTERVAL, Sampler
 
-__all__ = ["Display", "Figures", "Watch"]
+__all__ = ["Display", "Figures", "Watch", "resident"]
 
 PERIOD = 1.0  # seconds of a line, if a step is not longer
 
@@ -162,7 +162,7 @@ class Watch:
         cpu, now = _cpu(), time.perf_counter()
         used = (cpu - self._cpu) / (now - self._cpu_at)
         self._cpu, self._cpu_at = cpu, now
-        rss = _rss()  # newer than what the kernel knows of the peak
+        rss = resident()  # newer than what the kernel knows of the peak
         return {
             "time": time.time(),
             "step": steps.number,
@@ -207,6 +207,7 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _rss() -> int:
+def resident() -> int:
+    """Bytes of memory that this process has."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
