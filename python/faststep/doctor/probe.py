@@ -1,6 +1,6 @@
-"""One run of a script that is measured and thrown away: `python -m faststep.doctor.probe ORDER`.
+"""Runs of a script that are measured and thrown away: `python -m faststep.doctor.probe SOCKET`.
 
-Where ORDER is the number of a socket, it brings orders, each of which is run in a fork.
+The socket of this number brings orders, each of which is run in a fork.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import traceback
 from typing import Any
@@ -38,26 +37,25 @@ def main(order: dict[str, Any]) -> None:
     Args:
         order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used;
             `answer`, the file descriptor, or None in a rank that is not asked; `ranks` of the
-            script, and `local`, those of this machine; `is_first` of these; `address` of rank 0
-            and its `ports`, of the script and of `Peers`; `shared`, bytes of memory that this
+            script, and `local`, those of this machine; `address` of rank 0 and its `ports`, of the
+            script and of `Peers`; `shared`, bytes of memory that this
             process has beside its own; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
             `most_seconds`, `tries` of `Recorder`.
     """
     _enter_sandbox(order)
-    is_asked, others = order["answer"] is not None, []
+    if order["ranks"] > 1:
+        order = _fork_ranks(order)
+    is_asked = order["answer"] is not None
     peers: Peers | None = None
     if order["ranks"] > 1:
         peers = Peers(order["address"], order["ports"][1], is_host=is_asked, ranks=order["ranks"])
-        others = _start_others(order) if order["is_first"] else []
 
     def done(found: dict[str, Any]) -> None:
         if peers is not None:
             found["ranks"] = peers.told()
         if "peak" in found:
             found["peak"] += order["shared"]
-        for one in others:
-            one.kill()
         with os.fdopen(order["answer"], "w") as answer:
             json.dump(found, answer)
         if order["sandbox"] != "namespaces":  # which end all processes inside
@@ -93,30 +91,29 @@ def main(order: dict[str, Any]) -> None:
 
 
 def _enter_sandbox(order: dict[str, Any]) -> None:
-    if order["sandbox"] == "scratch" and not order["is_first"]:
-        scratch.join(order["empty"])
-    elif order["sandbox"] == "scratch":
-        scratch.enter(order["empty"], order["network"])
-    elif order["sandbox"] == "namespaces" and order["is_first"]:
+    if order["sandbox"] == "namespaces":
         sandbox.leave_others()
         sandbox.enter(order["empty"])
+    elif order["sandbox"] == "scratch":
+        scratch.enter(order["empty"], order["network"])
 
 
-def _start_others(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
-    """Make this process the first rank of a script on this machine, and start the others."""
+def _fork_ranks(order: dict[str, Any]) -> dict[str, Any]:
+    """Make this process the first rank of a script on this machine, and forks of it the others.
+
+    Returns:
+        The order for the rank that this process is.
+    """
     first = int(os.environ.setdefault("RANK", "0"))
     os.environ.setdefault("GROUP_RANK", "0")
     os.environ.update(MASTER_ADDR=order["address"], MASTER_PORT=str(order["ports"][0]))
     os.environ.update(WORLD_SIZE=str(order["ranks"]), LOCAL_WORLD_SIZE=str(order["local"]))
     os.environ.update(LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
-    command = [sys.executable, "-m", "faststep.doctor.probe"]
-    command.append(json.dumps({**order, "is_first": False, "answer": None}))
-    return [
-        subprocess.Popen(
-            command, env={**os.environ, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(1, order["local"])
-    ]
+    for rank in range(1, order["local"]):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(first + rank), LOCAL_RANK=str(rank))
+            return {**order, "answer": None}
+    return order
 
 
 def _round(optimizer: Optimizer, *_: object) -> None:
@@ -126,5 +123,4 @@ def _round(optimizer: Optimizer, *_: object) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1]
-    main(serve(int(given)) if given.isdigit() else json.loads(given))
+    main(serve(int(sys.argv[1])))

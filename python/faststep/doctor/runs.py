@@ -135,7 +135,6 @@ class Runs:
                 "program": self._program,
                 "ranks": self._ranks,
                 "local": self._ranks if self._nodes is None else self._nodes.local,
-                "is_first": True,
             }
             if self._server is None or not self._server.is_alive:
                 self._server = self._started_server()

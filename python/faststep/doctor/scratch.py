@@ -2,7 +2,7 @@
 
 Python's functions for files, torch.save and torch.load see a folder with all changes above the
 files that are there. Code of libraries that writes otherwise is refused by the kernel (Landlock),
-as is TCP without the network. All ranks of a script share the folder.
+as is TCP without the network. Forks share the folder, as ranks of a script are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["enter", "is_available", "join"]
+__all__ = ["enter", "is_available"]
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of all architectures
 _VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
@@ -59,15 +59,6 @@ def enter(folder: str, network: bool) -> None:
     os.mkdir(temporary)
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
     _restrict(folder, network)
-    join(folder)
-
-
-def join(folder: str) -> None:
-    """Let this process, a child of one that has entered, see and change the same files.
-
-    Args:
-        folder: that of `enter`.
-    """
     _Overlay(folder).install()
 
 
