@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 from faststep.doctor import scratch
 from faststep.doctor.findings import suspects
 from faststep.doctor.gains import compare, deviations, is_rounding
-from faststep.doctor.sandbox import is_available
+from faststep.doctor.runs import DoctorError, Length, Runs, free_ports
+from faststep.doctor.sandbox import Kind, is_available
+from faststep.run.program import Program
 
 HERE = Path(__file__).parent
 needs_sandbox = pytest.mark.skipif(
@@ -97,6 +100,48 @@ def test_a_file_that_is_none_of_the_doctors(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "'other.json' is no file of `doctor --save`" in done.stderr
+
+
+@needs_sandbox
+@pytest.mark.parametrize("kind", ["namespaces", "none"])
+def test_runs_are_forked_from_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """It has imported what takes long, and outlives a run that dies or takes too long."""
+    started: list[Any] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **kwargs: started.append(args) or start(*args, **kwargs)
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "assert 'torch._dynamo' in sys.modules\n"
+        "import torch\n"
+        "if os.path.exists('dies'):\n"
+        "    os.write(2, b'it has died'), os.abort()\n"
+        "weight = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "while True:\n"
+        "    weight.sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    runs = Runs(Program(str(script), []), time.monotonic() + 120, False, kind)
+    first = runs.measure(Length(0.1, 5))
+    assert runs.measure(Length(0.1, 5))["losses"] == first["losses"]
+    assert first["peak"] > 100 << 20
+    assert len(started) == 1
+    (tmp_path / "dies").touch()
+    with pytest.raises(DoctorError, match="it has died"):
+        runs.measure(Length(0.1, 5))
+    (tmp_path / "dies").unlink()
+    assert len(runs.measure(Length(0.1, 5))["steps"]) >= 5
+    assert len(started) == 2
+    server = runs._server
+    del runs
+    assert server is not None
+    assert not server.is_alive
 
 
 @pytest.fixture
@@ -186,7 +231,7 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
     """Rank 0 answers for all; the others say nothing."""
     script = HERE / "planted_on_ranks" / "exposed_communication.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "0.7"]
+    command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "1.2"]
     done = subprocess.run(
         [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -196,12 +241,98 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_of_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ON_RANKS = """
+import os, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, other = dist.get_rank(), 1 - dist.get_rank()
+if rank == 0:
+    os.remove("removed")
+os.makedirs(f"made/{rank}")
+with open(f"made/{rank}/text", "w") as file:
+    file.write(f"of {rank}")
+with open("both", "a") as file:
+    file.write(f"{rank}")
+dist.barrier()
+assert open(f"made/{other}/text").read() == f"of {other}"
+assert sorted(open("both").read()) == ["+", "0", "1"], open("both").read()
+assert not os.path.exists("removed") and sorted(os.listdir()) == ["both", "made", "train.py"]
+weight = torch.nn.Parameter(torch.ones(64))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(100000):
+    weight.square().sum().backward()
+    optimizer.step()
+    dist.all_reduce(weight.grad)
+"""
+
+
+def test_ranks_see_each_others_files_without_namespaces(tmp_path: Path, no_unshare: Path) -> None:
+    if not scratch.is_available(network=True):
+        pytest.skip("no Landlock")
+    (tmp_path / "train.py").write_text(ON_RANKS)
+    (tmp_path / "both").write_text("+")
+    (tmp_path / "removed").write_text("is there")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "1.5", "--network"]
+    done = subprocess.run(
+        [*command, "--only", "denormals", "train.py"],
+        cwd=tmp_path, env={**os.environ, "PATH": str(no_unshare), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "A step takes" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "both", "removed"}
+    assert (tmp_path / "both").read_text() == "+"
+
+
+@needs_sandbox
+def test_ranks_of_two_machines(tmp_path: Path) -> None:
+    """Two torchruns: the first one answers, and finds the rank of the second to be late."""
+    script = HERE / "planted_on_ranks" / "uneven_ranks.py"
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank"]
+    rest = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    rest += ["-m", "faststep", "doctor", "--minutes", "1.5", "--network", "--only", "denormals"]
+    nodes = [
+        subprocess.Popen(
+            [*command, node, *rest, str(script)],
+            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in "01"
+    ]  # fmt: skip
+    (first, errors), (second, others) = (one.communicate() for one in nodes)
+    assert [one.returncode for one in nodes] == [0, 0], errors + others
+    assert first.startswith("uneven-ranks")
+    assert "the others wait for rank 1, where data takes" in first
+    assert second == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [((), "pass --network"), (("--network",), "takes several machines from")]
+)
+def test_ranks_of_several_machines_that_could_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    done = doctor(tmp_path, "train.py")
+    done = doctor(tmp_path, *options, "train.py")
     assert done.returncode == 1
-    assert "takes the ranks of one machine" in done.stderr
+    assert said in done.stderr
+
+
+def test_the_rank_that_others_wait_for() -> None:
+    """It is named if it has more to do than looks at stacks may be wrong by."""
+    others = [{"rank": rank, "phases": {"data": 0.1, "communication": 0.9}} for rank in (1, 2)]
+    last = {"rank": 3, "phases": {"data": 0.4, "forward": 0.2, "backward": 0.4}}
+    found = {**QUIET, "phases": {"data": 0.5, "communication": 4.5}, "ranks": [*others, last]}
+    [suspect] = suspects(found)
+    assert (suspect.cause, suspect.share) == ("uneven-ranks", pytest.approx(0.5))
+    assert "rank 3, where data takes 40% of a step and 10% elsewhere" in suspect.text
+    assert "num_workers=2" not in suspect.changes
+    last["phases"] = {"data": 0.16, "communication": 0.84}
+    assert not [one for one in suspects(found) if one.cause == "uneven-ranks"]
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
@@ -237,7 +368,7 @@ QUIET: dict[str, Any] = {
     "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
     "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
     "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
-    "is_ddp": False, "switched": {}, "machine": {}, "graph": None,
+    "is_ddp": False, "switched": {}, "machine": {}, "graph": None, "ranks": [],
 }  # fmt: skip
 
 

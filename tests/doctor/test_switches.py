@@ -12,11 +12,13 @@ import torch
 
 from faststep.doctor import alternation, rates, system
 from faststep.doctor.alternation import Alternation, Switch, switches
+from faststep.doctor.recorder import Recorder
 from faststep.doctor.remedies import general, is_chosen
 from faststep.doctor.trials import Trial, Trials
 
 FOUND: dict[str, Any] = {
     "others": 0.0, "cores": 4, "swapped": 0, "peak": 1 << 20, "switched": {}, "loaders": [],
+    "gpu": None,
 }  # fmt: skip
 
 
@@ -196,6 +198,24 @@ def test_variables_that_matter_are_said(tmp_path: Path) -> None:
     made = system.notes(FOUND, {"OMP_NUM_THREADS": "64"}, tmp_path, tmp_path)
     assert made == ["OMP_NUM_THREADS is 64, and the process may use 4 cores: unset it"]
     assert system.notes(FOUND, {"OMP_NUM_THREADS": "4"}, tmp_path, tmp_path) == []
+
+
+def test_a_long_look_at_the_counters_is_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library of a script that has freed much adds up its blocks for tens of ms."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    recorder: Any = Recorder(1e9, 0, 1e9, False, lambda found: None)
+
+    def count() -> int:
+        nonlocal now
+        now += 0.01
+        return 0
+
+    recorder._allocated = count
+    for step in range(1000):
+        now += 0.1
+        recorder._stepped(None, [now] * (step + 1))
+    assert 0.004 < 0.01 * len(recorder._counts) / now < 0.006
 
 
 def test_the_seconds_of_all_cores_and_of_this_process() -> None:

@@ -7,6 +7,7 @@ import fcntl
 import importlib.util
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +138,32 @@ def read_terminal(receive: int) -> str:
     return b"".join(pieces).decode()
 
 
+def test_watching_takes_less_than_a_hundredth_of_a_core(tmp_path: Path) -> None:
+    """Its thread, and what hooks add to the shortest of steps that compute nothing."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def shortest(seconds: float) -> float:
+        least, end = math.inf, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            begun = time.thread_time()
+            weight.sum().backward()
+            optimizer.step()
+            least = min(least, time.thread_time() - begun)
+        return least
+
+    plain = shortest(0.3)
+    watch: Any = Watch([live.Log((tmp_path / "log.jsonl").open("w"))], print)
+    with watch:
+        clock = time.pthread_getcpuclockid(watch._sampler._thread.ident)
+        begun = time.perf_counter()
+        hooked = shortest(2.5)
+        used = time.clock_gettime(clock) / (time.perf_counter() - begun)
+    assert len(lines_of(tmp_path / "log.jsonl")) >= 2
+    assert used < 0.01
+    assert hooked - plain < 50e-6  # seconds: a hundredth of a step of 5 ms
+
+
 ENDS = {
     "raises": ("raise ValueError('the reason')", 1, "ValueError: the reason\n"),
     "leaves": ("raise SystemExit(3)", 3, ""),
@@ -179,6 +207,57 @@ def test_a_rank_has_a_file_of_its_own_and_shows_nothing(run: Run, tmp_path: Path
     assert done.stderr == ""
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "log.1.jsonl"}
     assert {line["rank"] for line in lines_of(tmp_path / "log.1.jsonl")} == {1}
+
+
+ON_RANKS = """
+import time, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.0)
+for step in range(150):
+    (weight.sum() * (1.0 + dist.get_rank())).backward()
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+"""
+
+
+def test_rank_0_shows_a_line_of_each_rank(tmp_path: Path) -> None:
+    """torchrun's store brings it there; each rank writes a log of its own."""
+    (tmp_path / "script.py").write_text(ON_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "--", "faststep", "run", "--live"]
+    done = subprocess.run(
+        [*command, "--log", "log.jsonl", "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^faststep run: step 150, .*loss 4;", done.stderr, re.M)
+    line = r"^faststep run: rank 1, \S+ steps/s, loss 8, data 0%, \d+ MiB$"
+    assert re.search(line, done.stderr, re.M), done.stderr
+    assert {line["rank"] for line in lines_of(tmp_path / "log.1.jsonl")} == {1}
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_the_page_has_lines_of_ranks(tmp_path: Path) -> None:
+    """Those that wait most for data, by their numbers."""
+    pytest.importorskip("rich")
+    figures: Any = {
+        "step": 9, "steps_per_second": 2.0, "loss": None, "rss": 2**20, "peak": 2**20,
+        "cpu": 1.0, "gpu": None, "phases": {"data": 0.0},
+    }  # fmt: skip
+    others = [{**figures, "rank": rank, "phases": {"data": 0.1 * rank}} for rank in range(1, 9)]
+    with (tmp_path / "page").open("w") as stream:
+        page = live.Page(stream, lambda: others)
+        page._figures.append(figures)
+        rows = page._rows("the note")
+    assert len(rows) <= live.HEIGHT
+    shown = [row for row in rows if "rank" in row]
+    assert [row.split()[1] for row in shown] == ["4", "5", "6", "7", "8"]
+    assert rows[-1] == "the note"
 
 
 BY_HAND = """

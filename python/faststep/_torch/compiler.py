@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 
 __all__ = [
     "disable_dynamo",
+    "import_compiler",
     "uncompiled",
 ]
 
@@ -24,6 +26,11 @@ def disable_dynamo(function: _Function) -> _Function:
     lazy = getattr(torch, "_disable_dynamo", None)
     disabled: _Function = (lazy or torch.compiler.disable)(function)
     return disabled
+
+
+def import_compiler() -> None:
+    """Import it now, which an optimizer's first step does otherwise."""
+    importlib.import_module("torch._dynamo")
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

@@ -6,10 +6,13 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..doctor import KINDS, Answer, DoctorError, examine, scratch
+from ..doctor.nodes import Nodes
+from ..doctor.runs import GRACE, Runs
 from ..doctor.sandbox import Kind, is_available
 from .console import CommandError, some_of, table
 from .doctor_page import page
@@ -66,24 +69,32 @@ def run_doctor(argv: Sequence[str]) -> int:
         parser.error("there is no script, no -c CODE and no -m MODULE")
     if not arguments.minutes > 0:
         parser.error("--minutes must be positive")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0  # the first one runs the script on as many ranks, again and again
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        raise CommandError("takes the ranks of one machine: start it with torchrun --nnodes 1")
-    if os.environ.get("RANK", "0") != "0":
-        return 0  # rank 0 runs the script on as many ranks, again and again
+    nodes = _nodes(arguments, ranks)
+    sandbox = "none" if arguments.in_place else _sandbox(arguments.network, ranks)
     try:
+        if os.environ.get("RANK", "0") != "0":
+            until = time.monotonic() + 60.0 * arguments.minutes
+            Runs(program, until, arguments.network, sandbox, ranks, nodes).follow()
+            return 0
         answer = examine(
             program,
             arguments.minutes,
             arguments.network,
-            "none" if arguments.in_place else _sandbox(arguments.network, ranks),
+            sandbox,
             arguments.accept,
             arguments.only,
             ranks,
+            nodes,
             say=lambda text: print(f"faststep doctor: {text}", file=sys.stderr, flush=True),
         )
     except DoctorError as error:
         raise CommandError(str(error)) from None
+    finally:
+        if nodes is not None and os.environ["RANK"] == "0":
+            nodes.dismiss()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(answer.as_json(), indent=1) + "\n")
     if arguments.save:
@@ -94,6 +105,21 @@ def run_doctor(argv: Sequence[str]) -> int:
         Path(arguments.html).write_text(page(answer))
     print(report(answer))
     return 0
+
+
+def _nodes(arguments: argparse.Namespace, ranks: int) -> Nodes | None:
+    """The machines of the ranks, if there are several.
+
+    Raises:
+        CommandError: their ranks could not reach each other.
+    """
+    if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return None
+    if not (arguments.network or arguments.in_place):
+        raise CommandError("ranks of several machines need the network: pass --network")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise CommandError("takes several machines from torchrun alone, whose store it uses")
+    return Nodes(60.0 * arguments.minutes + GRACE)
 
 
 def _sandbox(network: bool, ranks: int) -> Kind:

@@ -11,9 +11,11 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from ..doctor.peers import RECENT, mean, of_torchrun
 from ..doctor.watching import Display, Figures, Watch
 from ..run.report import say
 
@@ -21,8 +23,9 @@ __all__ = ["opened", "watched"]
 
 PERIOD = 10.0  # seconds between two lines where there is no page
 HEIGHT = 12  # lines of the page
-RECENT = 10  # lines of figures whose phases the page averages
 LEAST_ROWS = 2 * HEIGHT  # of a terminal that has room for the page
+MOST_RANKS = 5  # on the page, beside rank 0: those that wait most for data
+Others = Callable[[], list[Figures]]  # the newest figures of the other ranks
 
 
 def opened(path: str) -> TextIO:
@@ -42,28 +45,32 @@ def watched(live: bool, log: TextIO | None) -> Watch:
     """Watches this thread while it is entered.
 
     Args:
-        live: show it on stderr, on rank 0.
+        live: show it on stderr, on rank 0, with a line for each other rank.
         log: where lines of JSON are written.
     """
     displays: list[Display] = []
-    if live and os.environ.get("RANK", "0") == "0":
-        displays.append(_display())
+    if live:
+        peers = of_torchrun(say)
+        if os.environ.get("RANK", "0") == "0":
+            displays.append(_display(list if peers is None else peers.told))
+        elif peers is not None:
+            displays.append(peers)
     if log is not None:
         displays.append(Log(log))
     return Watch(displays, say)
 
 
-def _display() -> Display:
+def _display(others: Others = list) -> Display:
     stream = sys.__stderr__
     if stream is None or not stream.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return Text()
+        return Text(others)
     if importlib.util.find_spec("rich") is None:
         say("lines take the place of a page, because rich is not installed")
-        return Text()
+        return Text(others)
     if os.get_terminal_size(stream.fileno()).lines < LEAST_ROWS:
         say(f"lines take the place of a page, which needs a terminal of {LEAST_ROWS} lines")
-        return Text()
-    return Page(stream)
+        return Text(others)
+    return Page(stream, others)
 
 
 class Log:
@@ -94,9 +101,10 @@ class Log:
 
 
 class Text:
-    """Writes a line of text every ten seconds."""
+    """Writes a line of text every ten seconds, and one for each other rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Others = list) -> None:
+        self._others = others
         self._shown_at = -math.inf
         self._said_at = time.monotonic()
         self._left: Figures | None = None  # that were not said
@@ -116,6 +124,8 @@ class Text:
         """Say the newest figures, if they were not said."""
         if self._left is not None:
             say(_sentence(self._left))
+            for one in self._others():
+                say(", ".join(_of_rank(one)))
             self._left = None
 
 
@@ -126,9 +136,10 @@ class Page:
     terminal that is gone ends nothing.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, others: Others = list) -> None:
         import rich.console
 
+        self._others = others
         self._stream = stream
         self._console = rich.console.Console(file=stream)
         self._figures: deque[Figures] = deque(maxlen=RECENT)
@@ -165,7 +176,7 @@ class Page:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2))
-        for name, share in _sorted(_mean([one["phases"] for one in self._figures])):
+        for name, share in _sorted(mean([one["phases"] for one in self._figures])):
             bar = ProgressBar(total=1.0, completed=share, width=40)
             table.add_row(name, f"{share:6.1%}", bar)
         newest = self._figures[-1] if self._figures else None
@@ -173,6 +184,9 @@ class Page:
             self._console.print(Rule("faststep run"))
             for texts in ([], []) if newest is None else (_progress(newest), _used(newest)):
                 self._console.print("   ".join(texts), highlight=True, no_wrap=True)
+            late = sorted(self._others(), key=lambda one: -one["phases"].get("data", 0.0))
+            for one in sorted(late[:MOST_RANKS], key=lambda one: one["rank"]):
+                self._console.print("   ".join(_of_rank(one)), highlight=True, no_wrap=True)
             self._console.print(table)
         return [*captured.get().splitlines()[: HEIGHT - 1], note]
 
@@ -180,6 +194,13 @@ class Page:
 def _sentence(figures: Figures) -> str:
     phases = ", ".join(f"{name} {share:.0%}" for name, share in _sorted(figures["phases"]))
     return "; ".join([", ".join(_progress(figures)), phases, ", ".join(_used(figures))])
+
+
+def _of_rank(figures: Figures) -> list[str]:
+    """A line, short enough for a page."""
+    data = f"data {figures['phases'].get('data', 0.0):.0%}"
+    memory = f"{figures['rss'] / 2**20:.0f} MiB"
+    return [f"rank {figures['rank']}", *_progress(figures)[1:], data, memory]
 
 
 def _pause(phase: str, seconds: float) -> str:
@@ -201,8 +222,3 @@ def _used(figures: Figures) -> list[str]:
 
 def _sorted(phases: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(phases.items(), key=lambda one: -one[1])
-
-
-def _mean(several: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for phases in several for name in phases}
-    return {name: sum(one.get(name, 0.0) for one in several) / len(several) for name in names}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..run.program import Program
 from .findings import LEAST, OPTIMIZER, Suspect, suspects
+from .nodes import Nodes
 from .phases import PHASES
 from .remedies import KINDS, general, is_chosen
 from .runs import DoctorError, Length, Runs
@@ -125,6 +126,7 @@ def examine(
     accept: Collection[str] = (),
     only: Collection[str] = (),
     ranks: int = 1,
+    nodes: Nodes | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Answer:
     """Run a script several times, each of them thrown away, and say what bounds it.
@@ -138,13 +140,14 @@ def examine(
         accept: remedies, by name, that the best combination may have though they change training.
             Default: none.
         only: kinds of remedies that are tried, of `KINDS`. Default: all but "compile".
-        ranks: the processes of the script, as torchrun starts them on one machine. Default: 1.
+        ranks: the processes of the script, as torchrun starts them. Default: 1.
+        nodes: the machines of these. Default: this one.
         say: is told what happens.
 
     Raises:
         DoctorError: the script fails, or trains no step in this time.
     """
-    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, sandbox, ranks)
+    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, sandbox, ranks, nodes)
     say("running the script as it is")
     base = runs.measure(FIRST, tries=True)
     if len(base["steps"]) < 2:

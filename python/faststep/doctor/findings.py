@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..run.cores import counted
 from .remedies import FASTSTEPS, FLUSHED, KEPT
+from .uneven import late
 
 __all__ = ["Suspect", "suspects"]
 
@@ -27,6 +28,7 @@ WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|bar
 UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
 CLIPS = re.compile(r"norm|clip|clamp|max_")
 OPTIMIZER: dict[str, dict[str, Any]] = {FASTSTEPS: {"parts": ["optim", "amp", "clip"]}}
+OURS: dict[str, dict[str, Any]] = {"faststep's DataLoader": {"parts": ["data"]}}
 Found = dict[str, Any]
 
 
@@ -117,8 +119,7 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         use["starting"] * (1 - 1 / use["iterators"]) for use in restarted if use["iterators"]
     )
     share = min(starting / total, data)
-    ours: dict[str, dict[str, Any]] = {"faststep's DataLoader": {"parts": ["data"]}}
-    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}, **ours}
+    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}, **OURS}
     if share >= LEAST:
         anew = any(use["method"] != "fork" for use in restarted)
         text = (
@@ -131,22 +132,23 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
     rest = data - share
     if rest < max(LEAST, share):  # one cause, which both remedies serve
         return
-    cores = found["cores"]
     if main["decodes"] > 0.5 and main["iterators"] > 1:
         text = "each epoch decodes the same samples again, which would fit in memory: keep them"
-        changes: dict[str, dict[str, Any]] = {"samples kept in memory": {"keep_samples": True}}
+        changes = {"samples kept in memory": {"keep_samples": True}}
         inner = _place(_lines(found, "data"), outer=False)
         yield Suspect("repeated-decoding", rest, text, changes, inner or line)
         return
-    changes = {}
-    if main["workers"] < cores:
-        workers = {"num_workers": cores, "persistent_workers": True}
-        changes[f"num_workers={cores}"] = {"loader": workers}
-    changes |= ours
     text = f"the loop waits for its DataLoader of {main['workers']} workers"
-    yield Suspect(
-        "starved-loader", rest, text, changes, line, needs_trial=share >= LEAST or rest < 3 * LEAST
-    )
+    needs_trial = share >= LEAST or rest < 3 * LEAST
+    yield Suspect("starved-loader", rest, text, _feeds(found), line, needs_trial=needs_trial)
+
+
+def _feeds(found: Found) -> dict[str, dict[str, Any]]:
+    """What may give batches faster."""
+    cores = found["cores"]
+    workers = {"num_workers": cores, "persistent_workers": True}
+    fewer = any(use["workers"] < cores for use in found["loaders"])
+    return {**({f"num_workers={cores}": {"loader": workers}} if fewer else {}), **OURS}
 
 
 # ---- the step
@@ -217,8 +219,18 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
 
 @_rule
 def _communication(found: Found, total: float) -> Iterator[Suspect]:
+    last, share = late(found), _share(found, total, "communication")
+    if last is not None:
+        text = (
+            f"the others wait for rank {last.rank}, where {last.phase} takes {last.there:.0%} of a "
+            f"step and {last.elsewhere:.0%} elsewhere: give all ranks as much to do"
+        )
+        changes = _feeds(found) if last.phase == "data" else {}
+        yield Suspect("uneven-ranks", last.share, text, changes, needs_trial=False)
+    rest = share if last is None else max(0.0, share - last.share)
     if found["is_ddp"]:
-        yield from _exposed_by_ddp(_share(found, total, "communication"))
+        yield from _exposed_by_ddp(rest)
+    if found["is_ddp"] or rest < min(LEAST, share):
         return
     waits = [one for one in _lines(found, "everything else") if _waits(one[1])]
     by_script = [*_lines(found, "communication"), *waits]
@@ -226,7 +238,7 @@ def _communication(found: Found, total: float) -> Iterator[Suspect]:
         "ranks wait for each other's gradients: wrap the model in DistributedDataParallel, which "
         "sends them during backward"
     )
-    yield from _spent_in("exposed-communication", by_script, total, text)
+    yield from _spent_in("exposed-communication", by_script, total, text, rest / (share or 1.0))
 
 
 def _exposed_by_ddp(share: float) -> Iterator[Suspect]:

@@ -1,4 +1,7 @@
-"""One run of a script that is measured and thrown away: `python -m faststep.doctor.probe ORDER`."""
+"""Runs of a script that are measured and thrown away: `python -m faststep.doctor.probe SOCKET`.
+
+The socket of this number brings orders, each of which is run in a fork.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import traceback
 from typing import Any
@@ -20,7 +21,10 @@ from ..run import swap_silently
 from ..run.changes import make_changes
 from ..run.program import Program
 from . import sandbox, scratch
-from .recorder import Recorder
+from .fork_server import serve
+from .peers import Peers
+from .recorder import INTERVAL, Recorder
+from .watching import Watch
 
 __all__ = ["main"]
 
@@ -32,21 +36,26 @@ def main(order: dict[str, Any]) -> None:
 
     Args:
         order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used;
-            `answer`, the file descriptor, or None in a rank that measures nothing; `ranks` of the
-            script, all of this machine; `program`, the arguments of `Program`; `change`, `Changes`
+            `answer`, the file descriptor, or None in a rank that is not asked; `ranks` of the
+            script, and `local`, those of this machine; `address` of rank 0 and its `ports`, of the
+            script and of `Peers`; `shared`, bytes of memory that this
+            process has beside its own; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
             `most_seconds`, `tries` of `Recorder`.
     """
-    if order["sandbox"] == "namespaces":
-        sandbox.enter(order["empty"])
-    elif order["sandbox"] == "scratch":
-        scratch.enter(order["empty"], order["network"])
-
-    others = _start_others(order) if order["ranks"] > 1 and order["answer"] is not None else []
+    _enter_sandbox(order)
+    if order["ranks"] > 1:
+        order = _fork_ranks(order)
+    is_asked = order["answer"] is not None
+    peers: Peers | None = None
+    if order["ranks"] > 1:
+        peers = Peers(order["address"], order["ports"][1], is_host=is_asked, ranks=order["ranks"])
 
     def done(found: dict[str, Any]) -> None:
-        for one in others:
-            one.kill()
+        if peers is not None:
+            found["ranks"] = peers.told()
+        if "peak" in found:
+            found["peak"] += order["shared"]
         with os.fdopen(order["answer"], "w") as answer:
             json.dump(found, answer)
         if order["sandbox"] != "namespaces":  # which end all processes inside
@@ -62,8 +71,9 @@ def main(order: dict[str, Any]) -> None:
         swap_silently(order["change"]["parts"])
     if order["rounds"]:
         register_optimizer_step_pre_hook(_round)
-    if order["answer"] is None:  # a rank that is not asked
-        Program(*order["program"]).run()
+    if not is_asked:
+        with Watch([peers] if peers else [], lambda text: None, INTERVAL):
+            Program(*order["program"]).run()
         return
     recorder = Recorder(
         order["seconds"], order["least_steps"], order["most_seconds"], order["tries"], done
@@ -80,21 +90,30 @@ def main(order: dict[str, Any]) -> None:
     recorder.end()
 
 
-def _start_others(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
-    """Make this process rank 0 of a script on this machine, and start the other ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    count = str(order["ranks"])
-    ranks = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": "0"}
-    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
-    command = [sys.executable, "-m", "faststep.doctor.probe"]
-    command.append(json.dumps({**order, "sandbox": "none", "answer": None}))
-    return [
-        subprocess.Popen(command, env={**os.environ, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in map(str, range(1, order["ranks"]))
-    ]
+def _enter_sandbox(order: dict[str, Any]) -> None:
+    if order["sandbox"] == "namespaces":
+        sandbox.leave_others()
+        sandbox.enter(order["empty"])
+    elif order["sandbox"] == "scratch":
+        scratch.enter(order["empty"], order["network"])
+
+
+def _fork_ranks(order: dict[str, Any]) -> dict[str, Any]:
+    """Make this process the first rank of a script on this machine, and forks of it the others.
+
+    Returns:
+        The order for the rank that this process is.
+    """
+    first = int(os.environ.setdefault("RANK", "0"))
+    os.environ.setdefault("GROUP_RANK", "0")
+    os.environ.update(MASTER_ADDR=order["address"], MASTER_PORT=str(order["ports"][0]))
+    os.environ.update(WORLD_SIZE=str(order["ranks"]), LOCAL_WORLD_SIZE=str(order["local"]))
+    os.environ.update(LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
+    for rank in range(1, order["local"]):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(first + rank), LOCAL_RANK=str(rank))
+            return {**order, "answer": None}
+    return order
 
 
 def _round(optimizer: Optimizer, *_: object) -> None:
@@ -104,4 +123,4 @@ def _round(optimizer: Optimizer, *_: object) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(serve(int(sys.argv[1])))

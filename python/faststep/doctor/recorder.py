@@ -23,16 +23,17 @@ from torch.utils.data import DataLoader
 
 from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
-from . import inspected, rates, system
+from . import gpu, inspected, rates, system
 from .alternation import Alternation, Switch, switches
 from .findings import FAULT
 from .phases import Place
 from .sampler import Sampler
 
-__all__ = ["Recorder"]
+__all__ = ["INTERVAL", "Recorder"]
 
 INTERVAL = 0.01  # seconds between two looks at the stack
 COUNTED = 0.05  # seconds between two looks at the counters of the kernel and the C library
+SPARED = 200  # times what such a look takes, until the next: the C library adds up all free blocks
 WARM_UP = 3  # steps that are not measured
 MOST_LOSSES = 64
 MOST_LINES = 60
@@ -99,7 +100,7 @@ class Recorder:
         self._is_over = False
         self._samples: list[tuple[float, str, Place | None, Place | None]] = []
         self._counts: list[Counts] = []
-        self._counted = 0.0
+        self._counts_at = 0.0
         self._optimizers: dict[int, Optimizer] = {}
         self._autocast_steps = 0
         self._autocasts: Counter[str] = Counter()
@@ -175,11 +176,11 @@ class Recorder:
             self._optimizers[id(optimizer)] = optimizer
             self._autocast_steps += torch.is_autocast_enabled("cpu")
         now = steps[-1]
-        if now - self._counted > COUNTED:
-            self._counted = now
+        if now > self._counts_at:
             used = resource.getrusage(resource.RUSAGE_SELF)
             cpu = used.ru_utime + used.ru_stime
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
+            self._counts_at = now + max(COUNTED, SPARED * (time.perf_counter() - now))
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
             self._busy = system.busy_seconds()
@@ -269,6 +270,8 @@ class Recorder:
             "others": self._others(),
             "switched": {},
             "machine": {},
+            "ranks": [],
+            "gpu": gpu.described(self._optimizers.values()),
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
+import socket
 import tempfile
-import threading
 import time
-from typing import Any, NamedTuple, TextIO
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ..run.program import Program
 from . import sandbox
+from .fork_server import ForkServer
+from .nodes import Nodes
 
-__all__ = ["DoctorError", "Runs"]
+__all__ = ["GRACE", "DoctorError", "Length", "Runs", "free_ports"]
 
-MOST_READ = 65536  # characters
+POLLED = 0.02  # seconds between two looks at whether a run has ended
 GRACE = 20.0  # seconds to start and to end, beyond what a run may measure
 
 
@@ -42,6 +44,7 @@ class Runs:
         network: let the script use the network.
         sandbox: the kind of sandbox that it runs in.
         ranks: the processes of the script.
+        nodes: the machines of these, if there are several.
     """
 
     def __init__(
@@ -51,12 +54,15 @@ class Runs:
         network: bool,
         sandbox: sandbox.Kind,
         ranks: int = 1,
+        nodes: Nodes | None = None,
     ) -> None:
         self._program = program
         self._until = until
         self._network = network
         self._ranks = ranks
+        self._nodes = nodes
         self._sandbox = sandbox
+        self._server: ForkServer | None = None
         self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
 
     @property
@@ -84,37 +90,72 @@ class Runs:
         """
         begun = time.monotonic()
         most = max(5.0, self.left * length.most - 2.0)
-        with (
-            tempfile.TemporaryDirectory(prefix="faststep-") as empty,
-            tempfile.TemporaryFile() as answer,
-        ):
-            order = {
-                "sandbox": self._sandbox,
-                "empty": empty,
-                "network": self._network,
-                "answer": answer.fileno(),
-                "program": self._program,
-                "seconds": length.seconds,
-                "least_steps": length.least_steps,
-                "most_seconds": most,
-                "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
-                "ranks": self._ranks,
-                "rounds": rounds,
-                "change": change or {},
-            }
-            command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
-            if self._sandbox == "namespaces":
-                command = sandbox.sandboxed(command, self._network)
-            errors = self._finish(command, answer.fileno(), most + GRACE)
+        order = {
+            "seconds": length.seconds,
+            "least_steps": length.least_steps,
+            "most_seconds": most,
+            "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
+            "address": "127.0.0.1" if self._nodes is None else self._nodes.address,
+            "ports": free_ports(2),
+            "rounds": rounds,
+            "change": change or {},
+        }
+        beside = contextlib.nullcontext() if self._nodes is None else self._nodes.running(order)
+        with tempfile.TemporaryFile() as answer, beside:
+            self._run(order, answer.fileno())
             answer.seek(0)
             text = answer.read()
         if not text:
+            errors = self._server.kill() if self._server is not None else ""
             raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
             raise DoctorError(f"the script failed:\n{found['error']}{self._hint(found['error'])}")
         self.started = time.monotonic() - begun - sum(found["steps"])
         return found
+
+    def follow(self) -> None:
+        """Run the ranks of this machine as often as that of rank 0 does, until it has enough."""
+        assert self._nodes is not None
+        self._nodes.follow(lambda order, is_over: self._run(order, None, is_over))
+
+    def _run(
+        self,
+        order: dict[str, Any],
+        answer: int | None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run the ranks of this machine to their end, or until it is over."""
+        with tempfile.TemporaryDirectory(prefix="faststep-") as empty:
+            order = {
+                **order,
+                "sandbox": self._sandbox,
+                "empty": empty,
+                "network": self._network,
+                "program": self._program,
+                "ranks": self._ranks,
+                "local": self._ranks if self._nodes is None else self._nodes.local,
+            }
+            if self._server is None or not self._server.is_alive:
+                self._server = self._started_server()
+            self._server.begin(order, answer)
+            end = time.monotonic() + order["most_seconds"] + GRACE
+            while not self._server.has_ended(POLLED):
+                if is_over() or time.monotonic() > end:
+                    self._server.kill()
+                    break
+        if time.monotonic() > end:
+            raise DoctorError(f"the script did not end within {order['most_seconds']:.0f} s")
+
+    def _started_server(self) -> ForkServer:
+        def wrap(command: Sequence[str]) -> Sequence[str]:
+            if self._sandbox != "namespaces":
+                return command
+            return sandbox.sandboxed(command, self._network)
+
+        server = ForkServer(wrap, sandbox.environment(os.environ, self._network))
+        weakref.finalize(self, server.kill)
+        return server
 
     def _hint(self, error: str) -> str:
         if self._sandbox != "scratch" or "ermission" not in error:
@@ -125,43 +166,11 @@ class Runs:
             "sandbox: each run then writes its files."
         )
 
-    def _finish(self, command: list[str], answer: int, seconds: float) -> str:
-        """Run a command to its end; returns the newest of what it says on stderr."""
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # as what shows output would read it
-            stderr=subprocess.PIPE,
-            env=sandbox.environment(os.environ, self._network),
-            pass_fds=(answer,),
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
-        said: list[str] = []
-        readers = [
-            threading.Thread(target=_drain, args=(stream, kept), daemon=True)
-            for stream, kept in ((process.stdout, None), (process.stderr, said))
-        ]
-        for one in readers:
-            one.start()
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise DoctorError(f"the script did not end within {seconds:.0f} s") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for one in readers:
-                one.join()
-        return "".join(said)
 
-
-def _drain(stream: TextIO | None, kept: list[str] | None) -> None:
-    """Read a stream to its end; the newest of it is kept."""
-    assert stream is not None
-    while text := stream.read(MOST_READ):
-        if kept is not None:
-            kept[:] = [*kept[-1:], text]
-    stream.close()
+def free_ports(count: int) -> list[int]:
+    """Numbers of TCP ports that nobody uses."""
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in free:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in free]

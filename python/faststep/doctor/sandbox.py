@@ -26,6 +26,7 @@ __all__ = ["Kind", "enter", "environment", "is_available", "sandboxed"]
 Kind = Literal["namespaces", "scratch", "none"]
 
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18  # flags of mount(2)
+_OWN = 0x00020000 | 0x08000000 | 0x20000000  # CLONE_NEWNS, _NEWIPC and _NEWPID, for unshare(2)
 _AS_IT_IS = {"sysfs", "cgroup", "cgroup2"}  # kinds of file systems without files
 _OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "MLFLOW_TRACKING_URI": "file:./mlruns"}
 
@@ -54,8 +55,22 @@ def environment(variables: Mapping[str, str], network: bool) -> dict[str, str]:
     return dict(variables) if network else {**variables, **_OFFLINE}
 
 
+def leave_others() -> None:
+    """Let this process go on in a child with namespaces of its own, inside of a sandbox.
+
+    With the child all processes that it has started end, and then this one.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_OWN):
+        number = ctypes.get_errno()
+        raise OSError(number, f"unshare: {os.strerror(number)}")
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+
+
 def enter(empty: str) -> None:
-    """Let this process, which `sandboxed` has started, see all files through overlays in memory.
+    """Let this process, inside of a sandbox, see all files through overlays in memory.
 
     Args:
         empty: an empty folder, where overlays are put together.

@@ -2,7 +2,7 @@
 
 Python's functions for files, torch.save and torch.load see a folder with all changes above the
 files that are there. Code of libraries that writes otherwise is refused by the kernel (Landlock),
-as is TCP without the network.
+as is TCP without the network. Forks share the folder, as ranks of a script are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -113,7 +113,11 @@ class _Overlay:
     def __init__(self, folder: str) -> None:
         self._folder = os.path.realpath(folder)
         self._changes = os.path.join(self._folder, "files")
-        self._removed: set[str] = set()  # names of files that are there
+        self._removals = os.path.join(self._folder, "removed")  # names of files that are there
+        self._removed: list[str] = []  # as far as that was read
+        self._read_until = 0  # bytes of it
+        with open(self._removals, "ab"):
+            pass  # let it be there
         self._busy = threading.local()  # `is_on` while Python's own functions are meant
 
     def install(self) -> None:
@@ -187,6 +191,12 @@ class _Overlay:
         return changed if is_changed or self._is_removed(name) else name
 
     def _is_removed(self, name: str) -> bool:
+        if os.path.getsize(self._removals) > self._read_until:
+            with open(self._removals, "rb") as file:
+                file.seek(self._read_until)
+                added = file.read().rpartition(b"\0")[0]  # what another rank has written wholly
+            self._read_until += len(added) + 1 if added else 0
+            self._removed += map(os.fsdecode, filter(None, added.split(b"\0")))
         return any(name == one or name.startswith(one + "/") for one in self._removed)
 
     def _named(self, path: Any, follow: bool = True) -> str | None:
@@ -214,14 +224,23 @@ class _Overlay:
             if keeps and before != changed and os.path.isdir(before):
                 shutil.copytree(before, changed, symlinks=True)
             elif keeps and before != changed and os.path.lexists(before):
-                shutil.copy2(before, changed, follow_symlinks=False)
+                self._copy_once(before, changed)
         return changed
+
+    def _copy_once(self, before: str, changed: str) -> None:
+        """Copy a file, unless another rank has done so meanwhile, and may have changed it."""
+        copy = tempfile.mktemp(dir=self._folder)
+        shutil.copy2(before, copy, follow_symlinks=False)
+        with suppress(FileExistsError):
+            os.link(copy, changed, follow_symlinks=False)
+        os.unlink(copy)
 
     def _hide(self, name: str | None) -> None:
         """Let a file that is there be seen no more."""
         with self._directly():
             if name is not None and os.path.lexists(name):
-                self._removed.add(name)
+                with open(self._removals, "ab") as file:
+                    file.write(os.fsencode(name) + b"\0")
 
     def _entries(self, name: str) -> dict[str, os.DirEntry[str]]:
         """Those of a folder."""

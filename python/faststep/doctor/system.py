@@ -10,6 +10,7 @@ from typing import Any
 
 from ..memory.groups import group_of
 from .findings import LEAST
+from .gpu import notes_on_gpu
 from .remedies import KEPT
 
 __all__ = ["busy_seconds", "notes"]
@@ -55,7 +56,7 @@ def notes(
         shared: the folder of shared memory.
     """
     made = [*_of_others(found), *_of_memory(found, proc, sys), *_of_cores(sys)]
-    made += _of_loaders(found, shared)
+    made += [*_of_loaders(found, shared), *notes_on_gpu(found)]
     return [*made, *_of_variables(found, variables)]
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .phases import Place
 from .sampler import INTERVAL, Sampler
 
-__all__ = ["Display", "Figures", "Watch"]
+__all__ = ["Display", "Figures", "Watch", "resident"]
 
 PERIOD = 1.0  # seconds of a line, if a step is not longer
 
@@ -75,11 +75,17 @@ class Watch:
     Args:
         displays: what its lines are given to.
         say: is told what cannot be measured, and why.
+        interval: seconds between two looks at the stack.
     """
 
-    def __init__(self, displays: Sequence[Display], say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        displays: Sequence[Display],
+        say: Callable[[str], object],
+        interval: float = INTERVAL,
+    ) -> None:
         self._displays, self._say = displays, say
-        self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
+        self._sampler = Sampler(interval, self._looked, self._stepped, self._lost)
         self._counts: Counter[int] = Counter()  # steps, by optimizer
         self._root: torch.Tensor | None = None
         self._begun: float | None = None  # when the steps of this line began
@@ -156,7 +162,7 @@ class Watch:
         cpu, now = _cpu(), time.perf_counter()
         used = (cpu - self._cpu) / (now - self._cpu_at)
         self._cpu, self._cpu_at = cpu, now
-        rss = _rss()  # newer than what the kernel knows of the peak
+        rss = resident()  # newer than what the kernel knows of the peak
         return {
             "time": time.time(),
             "step": steps.number,
@@ -201,6 +207,7 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _rss() -> int:
+def resident() -> int:
+    """Bytes of memory that this process has."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,128 @@
+"""Starts runs of a script from a process that has imported torch, which takes seconds each time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from .._torch.compiler import import_compiler
+from .watching import resident
+
+__all__ = ["ForkServer", "serve"]
+
+LONGEST = 1 << 20  # bytes of an order
+MOST_READ = 65536  # bytes
+ENDED = b"."
+
+
+class ForkServer:
+    """A process that forks once for each order.
+
+    Args:
+        wrap: makes the command that runs another one in a sandbox.
+        variables: the environment.
+    """
+
+    def __init__(
+        self, wrap: Callable[[Sequence[str]], Sequence[str]], variables: Mapping[str, str]
+    ) -> None:
+        self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "faststep.doctor.probe", str(theirs.fileno())]
+        self._said: list[bytes] = []  # the newest of stderr
+        with theirs:
+            self._process = subprocess.Popen(
+                wrap(command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # as what shows output would read it
+                stderr=subprocess.PIPE,
+                env=variables,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._readers = [
+            threading.Thread(target=_drain, args=(stream, kept), daemon=True)
+            for stream, kept in ((self._process.stdout, None), (self._process.stderr, self._said))
+        ]
+        for one in self._readers:
+            one.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """True if it can take an order."""
+        return self._process.poll() is None
+
+    def begin(self, order: Mapping[str, Any], answer: int | None) -> None:
+        """Start a run.
+
+        Args:
+            order: that of `probe.main`, but for `answer`.
+            answer: the file descriptor for it; None if nothing is asked.
+        """
+        self._said.clear()
+        with contextlib.suppress(OSError):  # of a server that has ended, as `has_ended` says
+            data = json.dumps({**order, "is_asked": answer is not None}).encode()
+            socket.send_fds(self._socket, [data], [] if answer is None else [answer])
+
+    def has_ended(self, seconds: float) -> bool:
+        """True if the run has ended within this time, or the server."""
+        self._socket.settimeout(seconds)
+        try:
+            self._socket.recv(1)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def kill(self) -> str:
+        """End the server and its run; returns the newest of what they have said on stderr."""
+        if self.is_alive:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._socket.close()
+        for one in self._readers:
+            one.join()
+        return b"".join(self._said).decode(errors="replace")
+
+
+def _drain(stream: IO[bytes], kept: list[bytes] | None) -> None:
+    """Read a stream to its end; the newest of it is kept."""
+    while text := os.read(stream.fileno(), MOST_READ):
+        if kept is not None:
+            kept[:] = [*kept[-1:], text]
+    stream.close()
+
+
+def serve(orders: int) -> dict[str, Any]:
+    """Fork for each order that a socket brings; returns it in the child.
+
+    `answer` and `shared` are added to it: bytes of libraries that the child has not looked at.
+    """
+    import_compiler()
+    connection = socket.socket(fileno=orders)
+    while True:
+        data, fds, _, _ = socket.recv_fds(connection, LONGEST, 1)
+        if not data:
+            os._exit(0)
+        before = resident()
+        child = os.fork()
+        if child == 0:
+            connection.close()
+            os.setsid()
+            order: dict[str, Any] = json.loads(data)
+            order["answer"] = fds[0] if order["is_asked"] else None
+            return {**order, "shared": max(0, before - resident())}
+        for one in fds:
+            os.close(one)
+        os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what the run has left
+        connection.send(ENDED)

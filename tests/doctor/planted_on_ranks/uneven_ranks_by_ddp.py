@@ -1,0 +1,24 @@
+"""Two ranks under DistributedDataParallel, of which the second has a slow loader."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100000
+
+    def __getitem__(self, index):
+        time.sleep(0.03 * dist.get_rank())
+        return torch.full((8,), float(index))
+
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+for x in torch.utils.data.DataLoader(Slow()):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
