@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..run.cores import counted
-from .remedies import FASTSTEPS, FLUSHED, KEPT
+from .remedies import FASTSTEPS, FLUSHED, FROZEN, KEPT, OURS, TO_NONE, for_loaders
 
 __all__ = ["Suspect", "suspects"]
 
@@ -117,7 +117,7 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         use["starting"] * (1 - 1 / use["iterators"]) for use in restarted if use["iterators"]
     )
     share = min(starting / total, data)
-    ours: dict[str, dict[str, Any]] = {"faststep's DataLoader": {"parts": ["data"]}}
+    ours: dict[str, dict[str, Any]] = {OURS: {"parts": ["data"]}}
     keep = {"persistent_workers": {"loader": {"persistent_workers": True}}, **ours}
     if share >= LEAST:
         anew = any(use["method"] != "fork" for use in restarted)
@@ -138,11 +138,9 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         inner = _place(_lines(found, "data"), outer=False)
         yield Suspect("repeated-decoding", rest, text, changes, inner or line)
         return
-    changes = {}
-    if main["workers"] < cores:
-        workers = {"num_workers": cores, "persistent_workers": True}
-        changes[f"num_workers={cores}"] = {"loader": workers}
-    changes |= ours
+    usual = {f"num_workers={cores}", OURS}  # the others only if they have gained between steps
+    all_of_them = for_loaders(main["workers"], main["is_pageable"], cores)
+    changes = {k: v for k, v in all_of_them.items() if k in usual or k in found["switched"]}
     text = f"the loop waits for its DataLoader of {main['workers']} workers"
     yield Suspect(
         "starved-loader", rest, text, changes, line, needs_trial=share >= LEAST or rest < 3 * LEAST
@@ -274,6 +272,21 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
         if found["autocast"].get(dtype):
             text = f"this processor computes slower in {dtype} than in fp32: leave autocast out"
             yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})
+
+
+@_rule
+def _python(found: Found, total: float) -> Iterator[Suspect]:
+    share = _switched(found, FROZEN, found["collecting"])
+    if share >= LEAST:
+        text = (
+            "Python's garbage collector goes through all objects again and again: call "
+            "gc.freeze() when the model and the data are there"
+        )
+        yield Suspect("garbage-collector", share, text, {FROZEN: {"freeze": True}})
+    share = _switched(found, TO_NONE, 0.0)
+    if share >= LEAST:
+        text = "gradients are set to zero, and then added to: call zero_grad(set_to_none=True)"
+        yield Suspect("zeroed-gradients", share, text, {TO_NONE: {"set_to_none": True}})
 
 
 # ---- what goes wrong

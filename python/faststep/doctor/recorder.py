@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import gc
 import itertools
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -19,15 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
 from . import inspected, rates, system
-from .alternation import Alternation, Switch, switches
-from .findings import FAULT
+from .alternation import Alternation
 from .phases import Place
 from .sampler import Sampler
+from .second_loader import Loop
+from .switches import switches
 
 __all__ = ["Recorder"]
 
@@ -60,6 +61,15 @@ def _allocated() -> Callable[[], int]:
         return int(found.uordblks + found.hblkhd)
 
     return count
+
+
+def _grad_of(optimizer: Optimizer | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A parameter that has a gradient, and this."""
+    for group in [] if optimizer is None else optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param, param.grad
+    return None
 
 
 class Counts(NamedTuple):
@@ -104,10 +114,12 @@ class Recorder:
         self._autocast_steps = 0
         self._autocasts: Counter[str] = Counter()
         self._losses: list[torch.Tensor] = []
-        self._loaders: dict[int, inspected.LoaderUse] = {}
+        self._loop = Loop()
         self._allocated = _allocated()
         self._alternation: Alternation | None = None  # after what is measured otherwise
-        self._repeats_batch = False
+        self._collecting = self._collects_since = 0.0  # seconds, of the garbage collector
+        self._grad: tuple[torch.Tensor, torch.Tensor] | None = None  # with its parameter
+        self._zeroes = False
         self._products: rates.Products | None = None
         self._result: dict[str, Any] | None = None  # of what came before
         self._stops_at = float("inf")
@@ -123,7 +135,8 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to measure."""
-        self._watch_loaders()
+        self._loop.watch()
+        gc.callbacks.append(self._collected)
         self._watch_autocast()
         self._sampler.start()
 
@@ -132,33 +145,6 @@ class Recorder:
     def _lost(self, root: torch.Tensor) -> None:
         if len(self._losses) < MOST_LOSSES and self._alternation is None:
             self._losses.append(root.detach().clone())
-
-    def _watch_loaders(self) -> None:
-        make, following = DataLoader.__iter__, BaseDataLoaderIter.__next__
-        newest: list[Any] = []
-
-        def made(loader: Any) -> Any:
-            use = self._loaders.setdefault(id(loader), inspected.LoaderUse(loader))
-            begun = time.perf_counter()
-            iterator = make(loader)
-            use.begin(iterator, time.perf_counter() - begun)
-            return iterator
-
-        def timed(iterator: Any) -> Any:
-            begun, is_last = time.perf_counter(), True
-            if self._repeats_batch and newest:
-                return newest[0]
-            try:
-                batch = following(iterator)
-                is_last = False
-                if self._alternation is not None:
-                    newest[:] = [batch]
-                return batch
-            finally:
-                inspected.LoaderUse.waited(iterator, time.perf_counter() - begun, is_last)
-
-        DataLoader.__iter__ = made  # type: ignore[method-assign]
-        BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign,assignment]
 
     def _watch_autocast(self) -> None:
         enter = torch.autocast.__enter__
@@ -180,9 +166,14 @@ class Recorder:
             used = resource.getrusage(resource.RUSAGE_SELF)
             cpu = used.ru_utime + used.ru_stime
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
+        if self._grad is not None:
+            param, before = self._grad
+            self._zeroes, self._grad = param.grad is before, None
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
             self._busy = system.busy_seconds()
+            self._collecting = 0.0
+            self._grad = _grad_of(optimizer)
         elif self._alternation is not None:
             if steps is self._leading and self._alternation.is_over():
                 self._count_products()
@@ -197,20 +188,18 @@ class Recorder:
                 self.end()
                 return
             self._result = self._found()
-            self._alternation = Alternation(self._switches(self._result))
+            chosen = switches(
+                self._result, [*self._optimizers.values()], self._loop, self._sampler.note_step
+            )
+            self._loop.keeps = True
+            self._alternation = Alternation(chosen, statistics.fmean(self._result["steps"]))
 
-    def _switches(self, found: dict[str, Any]) -> list[Switch]:
-        total = sum(found["steps"])
-        shares = {phase: spent / total for phase, spent in found["phases"].items()}
-        return switches(
-            total / len(found["steps"]),
-            shares,
-            found["faults"] * FAULT,
-            found["cores"],
-            [*self._optimizers.values()],
-            self._repeat_batch,
-            self._sampler.note_step,
-        )
+    def _collected(self, phase: str, _: object) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._collects_since = now
+        else:
+            self._collecting += now - self._collects_since
 
     def _count_products(self) -> None:
         """In the step after all others; then the end."""
@@ -222,9 +211,6 @@ class Recorder:
         if self._result is not None:
             self._result["machine"] = rates.measured(self._products)
         self.end()
-
-    def _repeat_batch(self, is_on: bool) -> None:
-        self._repeats_batch = is_on
 
     # ---- the other thread
 
@@ -269,13 +255,16 @@ class Recorder:
             "others": self._others(),
             "switched": {},
             "machine": {},
+            "collecting": self._collecting / max(last - first, 1e-9),
+            "zeroes": self._zeroes,
+            "cuda": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }
         found["phases"], found["lines"] = self._shares(first, last)
         self._move_waits(found)
         found["evaluated"] = self._evaluated(kept)
-        found["loaders"] = [use.described() for use in self._loaders.values()]
+        found["loaders"] = [use.described() for use in self._loop.uses.values()]
         found["optimizers"] = [
             inspected.described(optimizer, len(self._sampler.ends[key]))
             for key, optimizer in self._optimizers.items()

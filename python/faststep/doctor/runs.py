@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any, NamedTuple, TextIO
 
+from ..run.changes import preloading
 from ..run.program import Program
 from . import sandbox
 
@@ -36,6 +37,9 @@ class Length(NamedTuple):
 class Runs:
     """Makes them, until the time is over.
 
+    Attributes:
+        until: as given; may be set.
+
     Args:
         program: the script.
         until: `time.monotonic()` of the end.
@@ -53,7 +57,7 @@ class Runs:
         ranks: int = 1,
     ) -> None:
         self._program = program
-        self._until = until
+        self.until = until
         self._network = network
         self._ranks = ranks
         self._sandbox = sandbox
@@ -62,7 +66,7 @@ class Runs:
     @property
     def left(self) -> float:
         """Seconds until the end."""
-        return self._until - time.monotonic()
+        return self.until - time.monotonic()
 
     def measure(
         self,
@@ -105,7 +109,10 @@ class Runs:
             command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
             if self._sandbox == "namespaces":
                 command = sandbox.sandboxed(command, self._network)
-            errors = self._finish(command, answer.fileno(), most + GRACE)
+            variables = sandbox.environment(os.environ, self._network)
+            if change and "preload" in change:
+                variables = preloading(change["preload"], variables)
+            errors = self._finish(command, variables, answer.fileno(), most + GRACE)
             answer.seek(0)
             text = answer.read()
         if not text:
@@ -125,14 +132,16 @@ class Runs:
             "sandbox: each run then writes its files."
         )
 
-    def _finish(self, command: list[str], answer: int, seconds: float) -> str:
+    def _finish(
+        self, command: list[str], variables: dict[str, str], answer: int, seconds: float
+    ) -> str:
         """Run a command to its end; returns the newest of what it says on stderr."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,  # as what shows output would read it
             stderr=subprocess.PIPE,
-            env=sandbox.environment(os.environ, self._network),
+            env=variables,
             pass_fds=(answer,),
             start_new_session=True,
             text=True,
