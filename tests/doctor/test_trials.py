@@ -108,6 +108,30 @@ def test_time_is_kept_to_repeat_what_looks_best() -> None:
     assert made.left == ["flush"]
 
 
+@pytest.mark.parametrize(("own", "results"), [(0.5, "rounding"), (1.0, "changes training")])
+def test_what_is_doubtful_is_compared_with_one_rounding(own: float, results: str) -> None:
+    """After all repetitions, as that takes a run."""
+    runs: Any = Runs({"loader": 3.0})
+    made = trials(runs)
+    measure = runs.measure
+
+    def other(length: Any, change: Any = None, rounds: bool = False) -> Any:
+        found = measure(length, {"rounds": True} if rounds else change)
+        return {**found, "losses": [own, 0.5] if rounds else [0.6, 0.5]}
+
+    runs.measure = other
+    made.make({"workers": WORKERS, "memory": MEMORY})
+    assert [one.results for one in made.made] == [results] * 2
+    assert runs.made.count({"rounds": True}) == 1
+    assert runs.made[-1] == {"rounds": True}
+    assert (made.together() is None) is (results == "changes training")
+    runs = Runs({"loader": 3.0}, seconds=6.0 * 4.5)
+    made = trials(runs)
+    runs.measure, measure = other, runs.measure
+    made.make({"workers": WORKERS})  # which is repeated once less, so that there is time for it
+    assert runs.made[-1] == {"rounds": True}
+
+
 def test_a_script_that_fails_in_a_repetition() -> None:
     runs: Any = Runs({"loader": 1.2})
     made = trials(runs)

@@ -35,7 +35,7 @@ def main(order: dict[str, Any]) -> None:
             `answer`, the file descriptor, or None in a rank that measures nothing; `ranks` of the
             script, all of this machine; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
-            `most_seconds`, `tries` of `Recorder`.
+            `until`, `tries` of `Recorder`.
     """
     if order["sandbox"] == "namespaces":
         sandbox.enter(order["empty"])
@@ -66,7 +66,7 @@ def main(order: dict[str, Any]) -> None:
         Program(*order["program"]).run()
         return
     recorder = Recorder(
-        order["seconds"], order["least_steps"], order["most_seconds"], order["tries"], done
+        order["seconds"], order["least_steps"], order["until"], order["tries"], done
     )
     recorder.start()
     try:

@@ -86,8 +86,8 @@ class Recorder:
 
     Args:
         seconds: how long to measure after the first steps.
-        least_steps: measure no fewer, if `most_seconds` allow them.
-        most_seconds: end the script after these, from its start on.
+        least_steps: measure no fewer, if there is time for them.
+        until: `time.monotonic()` at which the script ends at the latest.
         tries: turn switches on and off after that, see `switches`.
         done: called with what was found, when enough was seen.
     """
@@ -96,11 +96,11 @@ class Recorder:
         self,
         seconds: float,
         least_steps: int,
-        most_seconds: float,
+        until: float,
         tries: bool,
         done: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._seconds, self._least_steps, self._most = seconds, least_steps, most_seconds
+        self._seconds, self._least_steps, self._until = seconds, least_steps, until
         self._done, self._tries = done, tries
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
@@ -216,7 +216,7 @@ class Recorder:
 
     def _looked(self, now: float, phase: str, inner: Place | None, outer: Place | None) -> None:
         self._samples.append((now, phase, inner, outer))
-        if now - self._begun > self._most:
+        if time.monotonic() > self._until:
             self.end()
 
     # ---- the end
@@ -231,6 +231,7 @@ class Recorder:
         found = self._result or self._found()
         if self._alternation is not None:
             found["switched"] = self._alternation.gains
+            found["tried_for"] = time.perf_counter() - self._stops_at
         self._done(found)
 
     def _found(self) -> dict[str, Any]:
@@ -254,6 +255,7 @@ class Recorder:
             "swapped": inspected.swapped(),
             "others": self._others(),
             "switched": {},
+            "tried_for": 0.0,
             "machine": {},
             "collecting": self._collecting / max(last - first, 1e-9),
             "zeroes": self._zeroes,

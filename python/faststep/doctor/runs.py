@@ -100,7 +100,7 @@ class Runs:
                 "program": self._program,
                 "seconds": length.seconds,
                 "least_steps": length.least_steps,
-                "most_seconds": most,
+                "until": begun + most,
                 "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
                 "ranks": self._ranks,
                 "rounds": rounds,
@@ -120,7 +120,7 @@ class Runs:
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
             raise DoctorError(f"the script failed:\n{found['error']}{self._hint(found['error'])}")
-        self.started = time.monotonic() - begun - sum(found["steps"])
+        self.started = time.monotonic() - begun - sum(found["steps"]) - found["tried_for"]
         return found
 
     def _hint(self, error: str) -> str:

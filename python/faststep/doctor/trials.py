@@ -21,6 +21,7 @@ AT_ONCE = 3  # remedies that are repeated beside one run of the script as it is
 MOST_PAIRS = 6
 STUDENT = {4: 4.54, 5: 3.75, 6: 3.36}  # Student's t that 1 % exceed, by the number of pairs
 SURE = ("same bits", "rounding")
+UNKNOWN = "not compared"  # until all is repeated
 CHANGING = {"autocast", "batch", "accumulate", "tf32"}  # whatever the losses of some steps say
 Found = dict[str, Any]
 Remedies = dict[str, dict[str, Any]]  # what each changes, by name
@@ -49,7 +50,7 @@ class _Candidate:
 
     def __init__(self, remedy: str, change: dict[str, Any], switched: float) -> None:
         self.remedy, self.change = remedy, change
-        self.results = ""
+        self.results = UNKNOWN
         self._switched = switched  # what it has gained between steps, at least
         self._pairs: list[tuple[Found, Found]] = []
         self.trial: Trial
@@ -74,6 +75,11 @@ class _Candidate:
             self.change,
             first["losses"],
         )
+
+    def judge(self, results: str) -> None:
+        """Say what it does to results."""
+        self.results = results
+        self.trial = self.trial._replace(results=results)
 
     def _confirmed(self, gain: Gain) -> float:
         """The bound above 1.0 that repetitions have confirmed, if they have."""
@@ -140,6 +146,9 @@ class Trials:
             for name, change in remedies.items():
                 self._begin(name, change)
             self._repeat()
+        for one in self._candidates.values():
+            if one.results == UNKNOWN:
+                one.judge(self._compared_with_rounding(one.trial.losses))
 
     def _begin(self, name: str, change: dict[str, Any]) -> None:
         """Try a remedy once.
@@ -153,24 +162,24 @@ class Trials:
         self.left = [one for one in self.left if one != name]
         waiting = [one.trial.gain for one in self._candidates.values() if self._is_open(one)]
         needed = 0 if not waiting else 2 if max(waiting) >= LARGE else 4
-        if not self._has_time(1 + needed):
+        if not self._has_time(1 + needed + self._has_to_compare()):
             self.left.append(name)
             return
         self._say(f"trying {name}")
         one = _Candidate(name, change, low / self._noise())
         try:
             found = self._measured(change)
-            one.results = self._results(change, found["losses"])
         except DoctorError as error:
             self._say(f"{name}: {error}")
             return
+        one.results = self._results(change, found["losses"])
         one.add(self._base, found)
         self._candidates[name] = one
 
     def _repeat(self) -> None:
         """Repeat what is promising until it is proven or refuted, or the time is over."""
         while waiting := [one for one in self._candidates.values() if self._is_open(one)]:
-            if not self._has_time(2):
+            if not self._has_time(2 + self._has_to_compare()):
                 return
             waiting.sort(key=lambda one: -one.trial.gain)
             said = ", ".join(f"{one.remedy} ({one.trial.gain:.2f}x)" for one in waiting[:AT_ONCE])
@@ -228,7 +237,7 @@ class Trials:
     def _may_be_kept(self, trial: Trial) -> bool:
         if "shard" in trial.change:
             return False  # by a line in the script: its checkpoints are other ones then
-        return trial.results in SURE or trial.remedy in self._accept
+        return trial.results in (*SURE, UNKNOWN) or trial.remedy in self._accept
 
     def _is_open(self, one: _Candidate) -> bool:
         """True if one more pair may prove a gain."""
@@ -254,10 +263,24 @@ class Trials:
         found = deviations(self._base["losses"], losses)
         if not any(found):
             return "same bits"
-        if not is_rounding(found, []) and self._own is None and self._has_time(1):
+        return "rounding" if is_rounding(found, []) else UNKNOWN
+
+    def _has_to_compare(self) -> bool:
+        """True if one run is needed to judge the results of others."""
+        results = [one.results for one in self._candidates.values()]
+        return self._own is None and UNKNOWN in results
+
+    def _compared_with_rounding(self, losses: list[float]) -> str:
+        """The same where losses differ by more than rounding does in most scripts."""
+        if self._own is None and self._has_time(1):
             self._say("looking at how far one rounding of the gradients moves the losses")
-            perturbed = self._runs.measure(SHORT, rounds=True)
-            self._own = deviations(self._base["losses"], perturbed["losses"])
+            try:
+                perturbed = self._runs.measure(SHORT, rounds=True)
+            except DoctorError as error:
+                self._say(str(error))
+            else:
+                self._own = deviations(self._base["losses"], perturbed["losses"])
+        found = deviations(self._base["losses"], losses)
         return "rounding" if is_rounding(found, self._own or []) else "changes training"
 
     def _noise(self) -> float:
@@ -266,7 +289,8 @@ class Trials:
         return float(max(gain, 1.0 / gain))
 
     def _has_time(self, runs: int) -> bool:
-        return self._runs.left > runs * (self._runs.started + 2 * SHORT.seconds)
+        least = SHORT.least_steps * statistics.fmean(self._base["steps"])
+        return self._runs.left > runs * (self._runs.started + max(2 * SHORT.seconds, least))
 
 
 def _is_all(change: dict[str, Any]) -> bool:
