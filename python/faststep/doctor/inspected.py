@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch.ddp import exposed_seconds
 
-__all__ = ["LoaderUse", "described", "exposed", "kept_graph", "swapped"]
+__all__ = ["LoaderUse", "described", "exposed", "kept_graph", "status"]
 
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys")
 READS = 4  # samples of a dataset that are read again
@@ -129,10 +129,10 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def swapped() -> int:
-    """Bytes of this process that lie in swap."""
+def status(name: str) -> int:
+    """A number of bytes that the kernel tells of this process; 0 if it does not."""
     for line in (PROCESS / "status").read_text().splitlines():
-        if line.startswith("VmSwap:"):
+        if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return 0
 

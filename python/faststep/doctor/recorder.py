@@ -248,11 +248,11 @@ class Recorder:
             "faults": per_second,
             "allocated": [one.allocated for one in counts],
             "cpu": (counts[-1].cpu - counts[0].cpu) / span if span else 0.0,
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak": inspected.status("VmHWM"),  # maxrss has that of the parent, too
             "losses": [float(loss) for loss in self._losses],
             "autocast": dict(self._autocasts),
             "autocast_steps": self._autocast_steps,
-            "swapped": inspected.swapped(),
+            "swapped": inspected.status("VmSwap"),
             "others": self._others(),
             "switched": {},
             "tried_for": 0.0,
