@@ -368,12 +368,22 @@ QUIET: dict[str, Any] = {
     "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
     "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
     "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
-    "is_ddp": False, "switched": {}, "machine": {}, "graph": None, "ranks": [],
+    "is_ddp": False, "switched": {}, "machine": {}, "graph": None, "collecting": 0.0, "ranks": [],
 }  # fmt: skip
 
 
 def test_a_script_without_a_fault_is_not_suspected() -> None:
     assert suspects(QUIET) == []
+
+
+def test_what_python_itself_costs() -> None:
+    [suspect] = suspects({**QUIET, "collecting": 0.3})
+    assert (suspect.cause, suspect.needs_trial) == ("garbage-collector", True)
+    assert (
+        suspects({**QUIET, "collecting": 0.3, "switched": {"objects are frozen": [1, 1, 1]}}) == []
+    )
+    [suspect] = suspects({**QUIET, "switched": {"gradients set to None": [1.3, 1.2, 1.4]}})
+    assert (suspect.cause, suspect.needs_trial) == ("zeroed-gradients", True)
 
 
 def test_numbers_that_are_read_one_by_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,17 +10,38 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_
 
-from faststep.doctor import alternation, rates, system
-from faststep.doctor.alternation import Alternation, Switch, switches
+from faststep import memory
+from faststep._torch.data_loader import BaseDataLoaderIter
+from faststep.doctor import rates, system
+from faststep.doctor.alternation import Alternation, Switch
 from faststep.doctor.recorder import Recorder
 from faststep.doctor.remedies import general, is_chosen
-from faststep.doctor.trials import Trial, Trials
+from faststep.doctor.second_loader import Loop
+from faststep.doctor.switches import CLIPS, NO_OPTIMIZER, SAME_BATCH, SCALES, switches
 
 FOUND: dict[str, Any] = {
     "others": 0.0, "cores": 4, "swapped": 0, "peak": 1 << 20, "switched": {}, "loaders": [],
     "gpu": None,
 }  # fmt: skip
+
+TORCHS = [clip_grad_norm_]  # where no switch looks for it
+
+
+def chosen(
+    shares: dict[str, float],
+    optimizers: Any = (),
+    loop: Loop | None = None,
+    left: Any = lambda optimizer: None,
+    **found: Any,
+) -> dict[str, Switch]:
+    """By name, for a script whose steps take 10 ms."""
+    found = {
+        "steps": [0.01] * 10, "phases": {name: 0.1 * share for name, share in shares.items()},
+        "faults": 0.0, "cores": 8, "zeroes": False, "collecting": 0.0, "cuda": False, **found,
+    }  # fmt: skip
+    return {one.name: one for one in switches(found, optimizers, loop or Loop(), left)}
 
 
 def test_blocks_of_steps_show_what_a_switch_gains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +49,7 @@ def test_blocks_of_steps_show_what_a_switch_gains(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     turned: list[bool] = []
     switch = Switch("half as long", turned.append)
-    alternation_ = Alternation([switch, Switch("nothing", lambda is_on: None)])
+    alternation_ = Alternation([switch, Switch("nothing", lambda is_on: None)], 0.02)
     for step in range(10000):
         is_on = bool(turned) and turned[-1]
         now += (0.01 if is_on else 0.02) * (1.0 + 0.1 * (step % 3))
@@ -52,10 +74,7 @@ def test_optimizers_are_exchanged_and_put_back(kind: type) -> None:
     stepped: list[Any] = []
     made[1].register_step_post_hook(lambda optimizer, *_: stepped.append(type(optimizer)))
     own = made[1].step
-    chosen = switches(
-        0.01, {"optimizer": 0.5}, 0.0, 8, [made[1]], lambda on: None, lambda one: None
-    )
-    [switch] = [one for one in chosen if one.name == "faststep's optimizer"]
+    switch = chosen({"optimizer": 0.5}, [made[1]])["faststep's optimizer"]
     x = torch.randn(8, 4)
     for step in range(8):
         if step in (2, 5):
@@ -76,8 +95,7 @@ def test_steps_are_left_out() -> None:
     param = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=0.1)
     left: list[Any] = []
-    chosen = switches(0.01, {"optimizer": 0.5}, 0.0, 8, [optimizer], lambda on: None, left.append)
-    [switch] = [one for one in chosen if one.name == alternation.NO_OPTIMIZER]
+    switch = chosen({"optimizer": 0.5}, [optimizer], left=left.append)[NO_OPTIMIZER]
     param.grad = torch.ones(2)
     switch.turn(True)
     assert optimizer.step(lambda: 3.0) == 3.0
@@ -90,14 +108,153 @@ def test_steps_are_left_out() -> None:
 
 def test_switches_are_those_that_can_gain() -> None:
     torch.set_num_threads(2)
-    names = {one.name for one in switches(0.01, {}, 0.0, 2, [], lambda on: None, lambda one: None)}
-    assert names == {"nothing", "1 thread", "denormals are zero"}
-    shares = {"data": 0.5}
-    names = {
-        one.name for one in switches(0.01, shares, 0.3, 2, [], lambda on: None, lambda one: None)
+    assert chosen({}, cores=2).keys() == {
+        "nothing",
+        "all of `run`",
+        "1 thread",
+        "denormals are zero",
     }
-    assert {alternation.SAME_BATCH, "memory is kept"} <= names
-    assert switches(1.0, shares, 0.3, 2, [], lambda on: None, lambda one: None) == []
+    shares = {"data": 0.5, "clipping": 0.3, "scaler": 0.2}
+    found = chosen(shares, faults=1e6, zeroes=True, collecting=0.5, cuda=True)
+    assert {SAME_BATCH, CLIPS, SCALES, "memory is kept", "objects are frozen"} <= found.keys()
+    assert {"gradients set to None", "cudnn.benchmark", "products in TF32"} <= found.keys()
+    assert "all of `run` but its loader" in found
+
+
+def test_switches_for_which_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their stretches take longer than 10 s, or all of them longer than 15 s."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    names = ["first", "long", "second", "third"]
+    made = [Switch(name, lambda is_on: None, skipped=99 if name == "long" else 1) for name in names]
+    alternation = Alternation(made, 0.5)
+    while not alternation.is_over():
+        now += 0.5
+    assert [*alternation.gains] == ["first", "second"]
+    assert now < 16.0
+    assert Alternation(made, 1.0).is_over()
+
+
+def test_everything_is_exchanged_and_put_back() -> None:
+    """Scaler, clipping and loss of faststep between those of torch, with one course of training."""
+    courses = []
+    for turns in ({}, {3: True, 6: False, 9: True}):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        switch = chosen({"clipping": 0.3}, [optimizer])["all of `run`"]
+        losses = []
+        for step in range(12):
+            x, y = torch.randn(16, 8), torch.randint(4, (16,))
+            if step == 4:
+                x[0, 0] = float("inf")
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            if step in turns:  # as by the hook of a step
+                switch.turn(turns[step])
+                assert type(scaler).__module__.startswith("faststep.") is turns[step]
+                assert (clip_grad_norm_ is TORCHS[0]) is not turns[step]
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if turns:
+            switch.turn(False)
+        courses.append([*losses[:4], *losses[5:], scaler.get_scale()])
+    assert clip_grad_norm_ is TORCHS[0]
+    assert not memory.stats().retains
+    assert courses[1] == pytest.approx(courses[0], rel=1e-4)
+
+
+def test_gradients_are_set_to_none_and_to_zero_again() -> None:
+    param = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    switch = chosen({}, [optimizer], zeroes=True)["gradients set to None"]
+    for is_on in (True, False):
+        switch.turn(is_on)
+        param.grad = torch.ones(2)
+        optimizer.zero_grad(set_to_none=False)
+        assert (param.grad is None) is is_on
+
+
+class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.001)
+        return index, torch.rand(())
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
+    for kind in (torch.utils.data.DataLoader, BaseDataLoaderIter):
+        for name in {"__iter__", "__next__"} & vars(kind).keys():
+            monkeypatch.setattr(kind, name, vars(kind)[name])
+    made = Loop()
+    made.watch()
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_loaders_give_batches_of_the_same_order(loop: Loop, workers: int) -> None:
+    """And draw nothing from the generators; then the script's own goes on."""
+    loader = torch.utils.data.DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)
+    torch.manual_seed(0)
+    plain = [numbers.tolist() for _ in range(2) for numbers, _ in loader]
+    made = loop.switches(cores=2)
+    names = {"num_workers=2", "faststep's DataLoader"} | (
+        {"prefetch_factor=8"} if workers else set()
+    )
+    assert {one.name for one in made} == names
+    for switch in made:
+        assert switch.skipped == 1 + {"num_workers=2": 4, "prefetch_factor=8": 8}.get(
+            switch.name, 2 * workers
+        )
+        torch.manual_seed(0)
+        seen, others = [], []
+        for _ in range(2):
+            for at, (numbers, _) in enumerate(loader):
+                seen.append(numbers.tolist())
+                if at == 2 and len(seen) == 3:
+                    switch.turn(True)
+                    others = [next_of(loader, loop) for _ in range(7)]
+                    switch.turn(False)
+        if workers:  # else reading samples has drawn random numbers
+            assert seen == plain
+        assert sorted(itertools.chain(*others[:5])) == [
+            *range(20)
+        ]  # an epoch, then the next one begins
+        assert len(others[6]) == 4
+
+
+def next_of(loader: Any, loop: Loop) -> list[int]:
+    """What an iterator of the loader gives at present."""
+    use = loop.uses[id(loader)]
+    assert loop._instead is not None
+    numbers: list[int] = loop._instead(use)[0].tolist()
+    return numbers
+
+
+def test_a_loader_that_cannot_be_read_beside(loop: Loop) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(range(8))
+
+    class Mine(torch.utils.data.Sampler):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(range(8))
+
+    for loader in (
+        torch.utils.data.DataLoader(Stream(), 4),
+        torch.utils.data.DataLoader(Numbers(), 4, sampler=Mine()),
+    ):
+        loop.uses.clear()
+        next(iter(loader))
+        assert loop.switches(cores=2) == []
 
 
 def test_operations_of_an_lstm_are_counted() -> None:
@@ -128,15 +285,18 @@ def test_operations_of_products_are_counted() -> None:
 def test_remedies_for_scripts_that_compute() -> None:
     found: dict[str, Any] = {
         "steps": [1.0], "phases": {"forward": 0.4, "backward": 0.4}, "autocast": {},
-        "loaders": [{"batch": 8}],
+        "loaders": [{"batch": 8}], "cuda": False, "is_ddp": False,
         "machine": {"operations": 10, "convolutions": 8, "fp32": 1.0, "bf16": 2.0},
     }  # fmt: skip
-    names = [name for name, _ in general(found)]
-    assert names == ["all of `run`", "channels last", "autocast to bf16", "batches twice as large",
-                     "compiled models"]  # fmt: skip
+    names = [name for name, change in general(found) if is_chosen(change, [])]
+    assert names == ["all of `run`", "channels last", "autocast to bf16", "batches twice as large"]
     found["machine"] = {"operations": 10, "convolutions": 0, "fp32": 1.0, "bf16": 1.1}
-    assert [name for name, _ in general(found)][1:] == ["batches twice as large", "compiled models"]
-    assert len(list(general({**found, "phases": {"data": 0.9}}))) == 1
+    names = [name for name, change in general(found) if is_chosen(change, [])]
+    assert names == ["all of `run`", "batches twice as large"]
+    found["phases"] = {"data": 0.9}
+    assert [name for name, change in general(found) if is_chosen(change, [])] == ["all of `run`"]
+    names = [name for name, _ in general({**found, "cuda": True})]
+    assert {"cudnn.benchmark", "products in TF32"} <= {*names}
 
 
 def test_kinds_of_remedies_are_chosen_by_name() -> None:
@@ -226,15 +386,3 @@ def test_the_seconds_of_all_cores_and_of_this_process() -> None:
     after = system.busy_seconds()
     assert after[0] - before[0] > 0.2
     assert after[1] - before[1] > 0.2
-
-
-def test_a_remedy_that_has_all_others_is_not_tried_again() -> None:
-    runs: Any = None  # no run is made
-    trials = Trials(runs, {"switched": {}}, [], lambda text: None)
-    for name, gain, parts in (
-        ("some", 1.2, ["amp", "clip"]),
-        ("all", 1.5, ["clip", "amp", "data"]),
-    ):
-        change = {"parts": parts}
-        trials.made.append(Trial(name, gain, 1.1, 1.6, "same bits", 0, change, []))
-    assert trials.together() == trials.made[1]

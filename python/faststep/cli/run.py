@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..run import PARTS, start
-from ..run.changes import Changes
+from ..run.changes import Changes, preloading
 from ..run.program import Program, ProgramError
 from . import live
 from .console import some_of
@@ -150,6 +150,9 @@ def run_program(argv: Sequence[str]) -> int:
         for name in ("autocast", "channels_last", "compile", "accumulate"):
             if value := getattr(arguments, name):
                 changes[name] = value
+        library = changes.get("preload", "")
+        if library not in os.environ.get("LD_PRELOAD", ""):  # the process begins anew with it
+            os.execve(sys.executable, sys.orig_argv, preloading(library, os.environ))
         with contextlib.ExitStack() as stack:
             if arguments.live or arguments.log is not None:
                 stack.enter_context(live.watched(arguments.live, arguments.log))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from ..run.program import Program
 from .findings import LEAST, OPTIMIZER, Suspect, suspects
 from .nodes import Nodes
 from .phases import PHASES
-from .remedies import KINDS, general, is_chosen
+from .remedies import ALL, KINDS, general, is_chosen
 from .runs import DoctorError, Length, Runs
 from .sandbox import Kind
 from .system import notes
-from .trials import SURE, Trial, Trials
+from .trials import CHANGING, SURE, Remedies, Trial, Trials
 
 __all__ = ["KINDS", "Answer", "DoctorError", "Finding", "Trial", "examine"]
 
+MINUTES, FEW_SECONDS = 3.0, 88.0  # the latter where a step is short, unless a user asks for more
+SHORT_STEP = 0.2  # seconds
 NOISE = 1.1  # of a gain, beyond all that a remedy can save
 FIRST = Length(6.0, 8, 0.5)  # the run that shows what bounds the script
 BUILT_IN = 1.1  # the least gain over torch's own optimizers and clipping that is a finding
@@ -120,7 +122,7 @@ def _shown(trial: Trial) -> dict[str, Any]:
 
 def examine(
     program: Program,
-    minutes: float = 3.0,
+    minutes: float | None = None,
     network: bool = False,
     sandbox: Kind = "namespaces",
     accept: Collection[str] = (),
@@ -133,7 +135,7 @@ def examine(
 
     Args:
         program: the script.
-        minutes: the most time that this takes. Default: 3.
+        minutes: the most time that this takes. Default: 3, and 1.5 if a step takes below 0.2 s.
         network: let the script use the network. Default: False, the loopback alone.
         sandbox: the kind of sandbox that it runs in; without one, what it writes stays. Default:
             namespaces.
@@ -147,31 +149,45 @@ def examine(
     Raises:
         DoctorError: the script fails, or trains no step in this time.
     """
-    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, sandbox, ranks, nodes)
+    begun = time.monotonic()
+    until = begun + 60.0 * (minutes or MINUTES)
+    runs = Runs(program, until, network, sandbox, ranks, nodes)
     say("running the script as it is")
     base = runs.measure(FIRST, tries=True)
     if len(base["steps"]) < 2:
         raise DoctorError("the script made fewer than two steps of an optimizer in this time")
-    trials, findings = Trials(runs, base, accept, say), []
-    for suspect in suspects(base):
-        tried = [
-            trials.of(name, change)
-            for name, change in suspect.changes.items()
-            if is_chosen(change, only)
-        ]
-        best = max(filter(None, tried), key=lambda trial: trial.gain, default=None)
-        findings += _judged(suspect, best)
-    for name, change in general(base):
-        if is_chosen(change, only):
-            trials.of(name, change)
-    findings.sort(key=lambda one: (one.gain != 1.0, -one.gain))  # errors first
+    if minutes is None and mean_step(base) < SHORT_STEP:
+        runs.until = begun + FEW_SECONDS
+    suspected, trials = suspects(base), Trials(runs, base, accept, say)
+    may_be_kept, others = _in_order(suspected, dict(general(base)), accept, only)
+    trials.make(may_be_kept)
     best = trials.together()
+    trials.make(others)
+    findings: list[Finding] = []
+    for suspect in suspected:
+        tried = filter(None, map(trials.named, suspect.changes))
+        findings += _judged(suspect, max(tried, key=lambda trial: trial.gain, default=None))
+    findings.sort(key=lambda one: (one.gain != 1.0, -one.gain))  # errors first
     total = sum(base["steps"])
     phases = {phase: base["phases"].get(phase, 0.0) / total for phase in PHASES}
     shown = {phase: share for phase, share in phases.items() if share}
     verdict = _verdict(base, shown, findings, trials.made)
     said = notes(base)
     return Answer(verdict, shown, findings, trials.made, best, base, trials.left, said)
+
+
+def _in_order(
+    suspected: Sequence[Suspect], known: Remedies, accept: Collection[str], only: Collection[str]
+) -> tuple[Remedies, Remedies]:
+    """The remedies that the best combination may have, most important first; and the others."""
+    remedies: Remedies = dict(suspected[0].changes) if suspected else {}
+    remedies |= {name: known[name] for name in (ALL, *accept) if name in known}
+    for one in suspected:
+        remedies |= one.changes
+    remedies = {k: v for k, v in {**remedies, **known}.items() if is_chosen(v, only)}
+    informing = {"shard", *CHANGING}  # what is not kept by itself
+    others = {k: v for k, v in remedies.items() if informing & v.keys() and k not in accept}
+    return {k: v for k, v in remedies.items() if k not in others}, others
 
 
 def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:

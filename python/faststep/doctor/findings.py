@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..run.cores import counted
-from .remedies import FASTSTEPS, FLUSHED, KEPT
+from .remedies import FASTSTEPS, FLUSHED, FROZEN, KEPT, OURS, TO_NONE, for_loaders
 from .uneven import late
 
 __all__ = ["Suspect", "suspects"]
@@ -28,7 +28,6 @@ WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|bar
 UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
 CLIPS = re.compile(r"norm|clip|clamp|max_")
 OPTIMIZER: dict[str, dict[str, Any]] = {FASTSTEPS: {"parts": ["optim", "amp", "clip"]}}
-OURS: dict[str, dict[str, Any]] = {"faststep's DataLoader": {"parts": ["data"]}}
 Found = dict[str, Any]
 
 
@@ -119,7 +118,8 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         use["starting"] * (1 - 1 / use["iterators"]) for use in restarted if use["iterators"]
     )
     share = min(starting / total, data)
-    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}, **OURS}
+    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}}
+    keep[OURS] = {"parts": ["data"]}
     if share >= LEAST:
         anew = any(use["method"] != "fork" for use in restarted)
         text = (
@@ -144,11 +144,12 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
 
 
 def _feeds(found: Found) -> dict[str, dict[str, Any]]:
-    """What may give batches faster."""
+    """What may give batches faster; beside the usual, only what has gained between steps."""
     cores = found["cores"]
-    workers = {"num_workers": cores, "persistent_workers": True}
-    fewer = any(use["workers"] < cores for use in found["loaders"])
-    return {**({f"num_workers={cores}": {"loader": workers}} if fewer else {}), **OURS}
+    usual = {f"num_workers={cores}", OURS}
+    main = max(found["loaders"], key=lambda use: use["wait"])
+    made = for_loaders(main["workers"], main["is_pageable"], cores)
+    return {name: how for name, how in made.items() if name in usual or name in found["switched"]}
 
 
 # ---- the step
@@ -286,6 +287,21 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
         if found["autocast"].get(dtype):
             text = f"this processor computes slower in {dtype} than in fp32: leave autocast out"
             yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})
+
+
+@_rule
+def _python(found: Found, total: float) -> Iterator[Suspect]:
+    share = _switched(found, FROZEN, found["collecting"])
+    if share >= LEAST:
+        text = (
+            "Python's garbage collector goes through all objects again and again: call "
+            "gc.freeze() when the model and the data are there"
+        )
+        yield Suspect("garbage-collector", share, text, {FROZEN: {"freeze": True}})
+    share = _switched(found, TO_NONE, 0.0)
+    if share >= LEAST:
+        text = "gradients are set to zero, and then added to: call zero_grad(set_to_none=True)"
+        yield Suspect("zeroed-gradients", share, text, {TO_NONE: {"set_to_none": True}})
 
 
 # ---- what goes wrong

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch.ddp import exposed_seconds
 
-__all__ = ["LoaderUse", "described", "exposed", "kept_graph", "swapped"]
+__all__ = ["LoaderUse", "described", "exposed", "kept_graph", "status"]
 
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys")
 READS = 4  # samples of a dataset that are read again
@@ -58,6 +58,12 @@ class LoaderUse:
             use.starting += seconds
             iterator._faststep_is_new = False
 
+    @property
+    def is_pageable(self) -> bool:
+        """True if a device waits for batches that do not lie in page-locked memory."""
+        has_device: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return has_device and not self.loader.pin_memory
+
     def described(self) -> dict[str, Any]:
         """The facts that findings need, as JSON has them."""
         loader = self.loader
@@ -70,6 +76,7 @@ class LoaderUse:
             "workers": loader.num_workers,
             "batch": loader.batch_size,
             "persistent": bool(loader.persistent_workers),
+            "is_pageable": self.is_pageable,
             "method": context.get_start_method(),
             "decodes": self._decodes(),
         }
@@ -122,10 +129,10 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def swapped() -> int:
-    """Bytes of this process that lie in swap."""
+def status(name: str) -> int:
+    """A number of bytes that the kernel tells of this process; 0 if it does not."""
     for line in (PROCESS / "status").read_text().splitlines():
-        if line.startswith("VmSwap:"):
+        if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return 0
 
@@ -136,7 +143,8 @@ def described(optimizer: Optimizer, steps: int) -> dict[str, Any]:
     kind = type(optimizer)
     step = inspect.unwrap(kind.step)
     place = [step.__code__.co_filename, step.__code__.co_firstlineno]
-    grads = [param.grad for param in params if param.grad is not None]
+    is_whole = not kind.__module__.startswith("faststep.zero")  # else all ranks had to read them
+    grads = [param.grad for param in params if is_whole and param.grad is not None]
     states = [
         value
         for param in params

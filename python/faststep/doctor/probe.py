@@ -41,7 +41,7 @@ def main(order: dict[str, Any]) -> None:
             script and of `Peers`; `shared`, bytes of memory that this
             process has beside its own; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
-            `most_seconds`, `tries` of `Recorder`.
+            `until`, `tries` of `Recorder`.
     """
     _enter_sandbox(order)
     if order["ranks"] > 1:
@@ -76,7 +76,7 @@ def main(order: dict[str, Any]) -> None:
             Program(*order["program"]).run()
         return
     recorder = Recorder(
-        order["seconds"], order["least_steps"], order["most_seconds"], order["tries"], done
+        order["seconds"], order["least_steps"], order["until"], order["tries"], done
     )
     recorder.start()
     try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import gc
 import itertools
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -19,15 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
 from . import gpu, inspected, rates, system
-from .alternation import Alternation, Switch, switches
-from .findings import FAULT
+from .alternation import Alternation
 from .phases import Place
 from .sampler import Sampler
+from .second_loader import Loop
+from .switches import switches
 
 __all__ = ["INTERVAL", "Recorder"]
 
@@ -63,6 +64,15 @@ def _allocated() -> Callable[[], int]:
     return count
 
 
+def _grad_of(optimizer: Optimizer | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A parameter that has a gradient, and this."""
+    for group in [] if optimizer is None else optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param, param.grad
+    return None
+
+
 class Counts(NamedTuple):
     """The counters of the kernel and the C library at some time."""
 
@@ -77,8 +87,8 @@ class Recorder:
 
     Args:
         seconds: how long to measure after the first steps.
-        least_steps: measure no fewer, if `most_seconds` allow them.
-        most_seconds: end the script after these, from its start on.
+        least_steps: measure no fewer, if there is time for them.
+        until: `time.monotonic()` at which the script ends at the latest.
         tries: turn switches on and off after that, see `switches`.
         done: called with what was found, when enough was seen.
     """
@@ -87,11 +97,11 @@ class Recorder:
         self,
         seconds: float,
         least_steps: int,
-        most_seconds: float,
+        until: float,
         tries: bool,
         done: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._seconds, self._least_steps, self._most = seconds, least_steps, most_seconds
+        self._seconds, self._least_steps, self._until = seconds, least_steps, until
         self._done, self._tries = done, tries
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
@@ -105,10 +115,12 @@ class Recorder:
         self._autocast_steps = 0
         self._autocasts: Counter[str] = Counter()
         self._losses: list[torch.Tensor] = []
-        self._loaders: dict[int, inspected.LoaderUse] = {}
+        self._loop = Loop()
         self._allocated = _allocated()
         self._alternation: Alternation | None = None  # after what is measured otherwise
-        self._repeats_batch = False
+        self._collecting = self._collects_since = 0.0  # seconds, of the garbage collector
+        self._grad: tuple[torch.Tensor, torch.Tensor] | None = None  # with its parameter
+        self._zeroes = False
         self._products: rates.Products | None = None
         self._result: dict[str, Any] | None = None  # of what came before
         self._stops_at = float("inf")
@@ -124,7 +136,8 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to measure."""
-        self._watch_loaders()
+        self._loop.watch()
+        gc.callbacks.append(self._collected)
         self._watch_autocast()
         self._sampler.start()
 
@@ -133,33 +146,6 @@ class Recorder:
     def _lost(self, root: torch.Tensor) -> None:
         if len(self._losses) < MOST_LOSSES and self._alternation is None:
             self._losses.append(root.detach().clone())
-
-    def _watch_loaders(self) -> None:
-        make, following = DataLoader.__iter__, BaseDataLoaderIter.__next__
-        newest: list[Any] = []
-
-        def made(loader: Any) -> Any:
-            use = self._loaders.setdefault(id(loader), inspected.LoaderUse(loader))
-            begun = time.perf_counter()
-            iterator = make(loader)
-            use.begin(iterator, time.perf_counter() - begun)
-            return iterator
-
-        def timed(iterator: Any) -> Any:
-            begun, is_last = time.perf_counter(), True
-            if self._repeats_batch and newest:
-                return newest[0]
-            try:
-                batch = following(iterator)
-                is_last = False
-                if self._alternation is not None:
-                    newest[:] = [batch]
-                return batch
-            finally:
-                inspected.LoaderUse.waited(iterator, time.perf_counter() - begun, is_last)
-
-        DataLoader.__iter__ = made  # type: ignore[method-assign]
-        BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign,assignment]
 
     def _watch_autocast(self) -> None:
         enter = torch.autocast.__enter__
@@ -181,9 +167,14 @@ class Recorder:
             cpu = used.ru_utime + used.ru_stime
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
             self._counts_at = now + max(COUNTED, SPARED * (time.perf_counter() - now))
+        if self._grad is not None:
+            param, before = self._grad
+            self._zeroes, self._grad = param.grad is before, None
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
             self._busy = system.busy_seconds()
+            self._collecting = 0.0
+            self._grad = _grad_of(optimizer)
         elif self._alternation is not None:
             if steps is self._leading and self._alternation.is_over():
                 self._count_products()
@@ -198,20 +189,18 @@ class Recorder:
                 self.end()
                 return
             self._result = self._found()
-            self._alternation = Alternation(self._switches(self._result))
+            chosen = switches(
+                self._result, [*self._optimizers.values()], self._loop, self._sampler.note_step
+            )
+            self._loop.keeps = True
+            self._alternation = Alternation(chosen, statistics.fmean(self._result["steps"]))
 
-    def _switches(self, found: dict[str, Any]) -> list[Switch]:
-        total = sum(found["steps"])
-        shares = {phase: spent / total for phase, spent in found["phases"].items()}
-        return switches(
-            total / len(found["steps"]),
-            shares,
-            found["faults"] * FAULT,
-            found["cores"],
-            [*self._optimizers.values()],
-            self._repeat_batch,
-            self._sampler.note_step,
-        )
+    def _collected(self, phase: str, _: object) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._collects_since = now
+        else:
+            self._collecting += now - self._collects_since
 
     def _count_products(self) -> None:
         """In the step after all others; then the end."""
@@ -224,14 +213,11 @@ class Recorder:
             self._result["machine"] = rates.measured(self._products)
         self.end()
 
-    def _repeat_batch(self, is_on: bool) -> None:
-        self._repeats_batch = is_on
-
     # ---- the other thread
 
     def _looked(self, now: float, phase: str, inner: Place | None, outer: Place | None) -> None:
         self._samples.append((now, phase, inner, outer))
-        if now - self._begun > self._most:
+        if time.monotonic() > self._until:
             self.end()
 
     # ---- the end
@@ -246,6 +232,7 @@ class Recorder:
         found = self._result or self._found()
         if self._alternation is not None:
             found["switched"] = self._alternation.gains
+            found["tried_for"] = time.perf_counter() - self._stops_at
         self._done(found)
 
     def _found(self) -> dict[str, Any]:
@@ -262,23 +249,27 @@ class Recorder:
             "faults": per_second,
             "allocated": [one.allocated for one in counts],
             "cpu": (counts[-1].cpu - counts[0].cpu) / span if span else 0.0,
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak": inspected.status("VmHWM"),  # maxrss has that of the parent, too
             "losses": [float(loss) for loss in self._losses],
             "autocast": dict(self._autocasts),
             "autocast_steps": self._autocast_steps,
-            "swapped": inspected.swapped(),
+            "swapped": inspected.status("VmSwap"),
             "others": self._others(),
             "switched": {},
+            "tried_for": 0.0,
             "machine": {},
             "ranks": [],
             "gpu": gpu.described(self._optimizers.values()),
+            "collecting": self._collecting / max(last - first, 1e-9),
+            "zeroes": self._zeroes,
+            "cuda": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }
         found["phases"], found["lines"] = self._shares(first, last)
         self._move_waits(found)
         found["evaluated"] = self._evaluated(kept)
-        found["loaders"] = [use.described() for use in self._loaders.values()]
+        found["loaders"] = [use.described() for use in self._loop.uses.values()]
         found["optimizers"] = [
             inspected.described(optimizer, len(self._sampler.ends[key]))
             for key, optimizer in self._optimizers.items()

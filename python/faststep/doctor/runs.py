@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..run.changes import preloading
 from ..run.program import Program
 from . import sandbox
 from .fork_server import ForkServer
@@ -38,6 +39,9 @@ class Length(NamedTuple):
 class Runs:
     """Makes them, until the time is over.
 
+    Attributes:
+        until: as given; may be set.
+
     Args:
         program: the script.
         until: `time.monotonic()` of the end.
@@ -57,18 +61,18 @@ class Runs:
         nodes: Nodes | None = None,
     ) -> None:
         self._program = program
-        self._until = until
+        self.until = until
         self._network = network
         self._ranks = ranks
         self._nodes = nodes
         self._sandbox = sandbox
-        self._server: ForkServer | None = None
+        self._servers: dict[str, ForkServer] = {}  # by the library that they load first
         self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
 
     @property
     def left(self) -> float:
         """Seconds until the end."""
-        return self._until - time.monotonic()
+        return self.until - time.monotonic()
 
     def measure(
         self,
@@ -94,6 +98,7 @@ class Runs:
             "seconds": length.seconds,
             "least_steps": length.least_steps,
             "most_seconds": most,
+            "until": begun + most,
             "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
             "address": "127.0.0.1" if self._nodes is None else self._nodes.address,
             "ports": free_ports(2),
@@ -106,12 +111,13 @@ class Runs:
             answer.seek(0)
             text = answer.read()
         if not text:
-            errors = self._server.kill() if self._server is not None else ""
+            server = self._servers.get(order["change"].get("preload", ""))
+            errors = server.kill() if server is not None else ""
             raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
             raise DoctorError(f"the script failed:\n{found['error']}{self._hint(found['error'])}")
-        self.started = time.monotonic() - begun - sum(found["steps"])
+        self.started = time.monotonic() - begun - sum(found["steps"]) - found["tried_for"]
         return found
 
     def follow(self) -> None:
@@ -136,24 +142,30 @@ class Runs:
                 "ranks": self._ranks,
                 "local": self._ranks if self._nodes is None else self._nodes.local,
             }
-            if self._server is None or not self._server.is_alive:
-                self._server = self._started_server()
-            self._server.begin(order, answer)
+            server = self._server_with(order["change"].get("preload", ""))
+            server.begin(order, answer)
             end = time.monotonic() + order["most_seconds"] + GRACE
-            while not self._server.has_ended(POLLED):
+            while not server.has_ended(POLLED):
                 if is_over() or time.monotonic() > end:
-                    self._server.kill()
+                    server.kill()
                     break
         if time.monotonic() > end:
             raise DoctorError(f"the script did not end within {order['most_seconds']:.0f} s")
 
-    def _started_server(self) -> ForkServer:
+    def _server_with(self, library: str) -> ForkServer:
+        """The server whose processes load a library first, if one is named."""
+        server = self._servers.get(library)
+        if server is not None and server.is_alive:
+            return server
+
         def wrap(command: Sequence[str]) -> Sequence[str]:
             if self._sandbox != "namespaces":
                 return command
             return sandbox.sandboxed(command, self._network)
 
-        server = ForkServer(wrap, sandbox.environment(os.environ, self._network))
+        variables = sandbox.environment(os.environ, self._network)
+        server = ForkServer(wrap, preloading(library, variables) if library else variables)
+        self._servers[library] = server
         weakref.finalize(self, server.kill)
         return server
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from .gains import Gain, compare, deviations, is_rounding, ratio
+from .remedies import EVERYTHING, NOTHING
 from .runs import DoctorError, Length, Runs
 
-__all__ = ["PROMISING", "Trial", "Trials"]
+__all__ = ["CHANGING", "PROMISING", "SURE", "Remedies", "Trial", "Trials"]
 
 SHORT = Length(3.0, 5)
 PROMISING = 1.03  # a gain that is worth more pairs of runs
-LARGE = 1.5  # a gain that a second pair is enough to confirm; others take a third one
+LARGE = 1.5  # a gain that two pairs are enough to confirm, if they agree; others take a third one
 REPEATED = 1.02  # the least gain of the slowest run with a remedy over the fastest one without
+AT_ONCE = 3  # remedies that are repeated beside one run of the script as it is
+MOST_PAIRS = 6
+STUDENT = {4: 4.54, 5: 3.75, 6: 3.36}  # Student's t that 1 % exceed, by the number of pairs
 SURE = ("same bits", "rounding")
-CHANGING = {"autocast", "batch", "accumulate"}  # whatever the losses of some steps say
+UNKNOWN = "not compared"  # until all is repeated
+CHANGING = {"autocast", "batch", "accumulate", "tf32"}  # whatever the losses of some steps say
+Found = dict[str, Any]
+Remedies = dict[str, dict[str, Any]]  # what each changes, by name
 
 
 class Trial(NamedTuple):
@@ -36,11 +45,67 @@ class Trial(NamedTuple):
         return self.low > 1.0 and self.gain >= PROMISING
 
 
+class _Candidate:
+    """A remedy with its runs, each beside one of the script as it is."""
+
+    def __init__(self, remedy: str, change: dict[str, Any], switched: float) -> None:
+        self.remedy, self.change = remedy, change
+        self.results = UNKNOWN
+        self._switched = switched  # what it has gained between steps, at least
+        self._pairs: list[tuple[Found, Found]] = []
+        self.trial: Trial
+
+    @property
+    def pairs(self) -> int:
+        return len(self._pairs)
+
+    def add(self, base: Found, found: Found) -> None:
+        """Take a further pair of runs into account."""
+        self._pairs.append((base, found))
+        gain = compare([(one["steps"], other["steps"]) for one, other in self._pairs])
+        low = self._confirmed(gain)
+        first_base, first = self._pairs[0]
+        self.trial = Trial(
+            self.remedy,
+            gain.gain,
+            low if low > 1.0 else min(gain.low, 1.0),
+            gain.high,
+            self.results,
+            first["peak"] - first_base["peak"],
+            self.change,
+            first["losses"],
+        )
+
+    def judge(self, results: str) -> None:
+        """Say what it does to results."""
+        self.results = results
+        self.trial = self.trial._replace(results=results)
+
+    def _confirmed(self, gain: Gain) -> float:
+        """The bound above 1.0 that repetitions have confirmed, if they have."""
+        if self.pairs < 2 or gain.gain < PROMISING:
+            return 1.0
+        bounds = [1.0]
+        least = min(
+            ratio(base["steps"], found["steps"])
+            for base, _ in self._pairs
+            for _, found in self._pairs
+        )
+        if least >= REPEATED and (gain.gain >= LARGE or self.pairs > 2):
+            bounds.append(max(gain.low, REPEATED))
+        if self._switched >= REPEATED:
+            bounds.append(min(gain.gain, self._switched))
+        if self.pairs in STUDENT:
+            logs = [math.log(ratio(one["steps"], other["steps"])) for one, other in self._pairs]
+            error = statistics.stdev(logs) / math.sqrt(self.pairs)
+            bounds.append(math.exp(statistics.fmean(logs) - STUDENT[self.pairs] * error))
+        return max(bounds)
+
+
 class Trials:
     """Makes trials beside the script as it is.
 
     Attributes:
-        made: the trials.
         left: names of remedies for which there was no time.
 
     Args:
@@ -58,50 +123,101 @@ class Trials:
         say: Callable[[str], object],
     ) -> None:
         self._runs = runs
-        self._bases = [base]
+        self._base = base
         self._accept = accept
         self._say = say
         self._own: list[float] | None = None  # deviations of losses that one rounding makes
-        self.made: list[Trial] = []
+        self._candidates: dict[str, _Candidate] = {}
         self.left: list[str] = []
 
-    def of(self, name: str, change: dict[str, Any]) -> Trial | None:
-        """The trial of a remedy.
+    @property
+    def made(self) -> list[Trial]:
+        """The trials, in the order in which they were begun."""
+        return [one.trial for one in self._candidates.values()]
 
-        None if the time is over, if the script fails with it, or if the first run has shown that
-        it gains nothing.
+    def named(self, name: str) -> Trial | None:
+        """The trial of a remedy, if it was tried."""
+        found = self._candidates.get(name)
+        return None if found is None else found.trial
+
+    def make(self, remedies: Remedies) -> None:
+        """Try remedies, and repeat those that are promising."""
+        for _ in range(2):  # in the second turn those for which time had to be kept
+            for name, change in remedies.items():
+                self._begin(name, change)
+            self._repeat()
+        for one in self._candidates.values():
+            if one.results == UNKNOWN:
+                one.judge(self._compared_with_rounding(one.trial.losses))
+
+    def _begin(self, name: str, change: dict[str, Any]) -> None:
+        """Try a remedy once.
+
+        Not if the first run has shown that it gains nothing, nor if the time that is left is needed
+        to repeat what looks better.
         """
-        for trial in self.made:
-            if trial.remedy == name:
-                return trial
-        switched = self._bases[0]["switched"].get(name)
-        if switched is not None and switched[2] < PROMISING:
-            return None
-        if not self._has_time(1):
+        _, low, high = self._base["switched"].get(name, (0.0, 0.0, math.inf))
+        if name in self._candidates or high < PROMISING:
+            return
+        self.left = [one for one in self.left if one != name]
+        waiting = [one.trial.gain for one in self._candidates.values() if self._is_open(one)]
+        needed = 0 if not waiting else 2 if max(waiting) >= LARGE else 4
+        if not self._has_time(1 + needed + self._has_to_compare()):
             self.left.append(name)
-            return None
+            return
         self._say(f"trying {name}")
+        one = _Candidate(name, change, low / self._noise())
         try:
-            gain, found = self._repeated(name, change)
-            results = self._results(change, found[0]["losses"])
+            found = self._measured(change)
         except DoctorError as error:
             self._say(f"{name}: {error}")
-            return None
-        memory = found[0]["peak"] - self._bases[0]["peak"]
-        self.made.append(Trial(name, *gain, results, memory, change, found[0]["losses"]))
-        return self.made[-1]
+            return
+        one.results = self._results(change, found["losses"])
+        one.add(self._base, found)
+        self._candidates[name] = one
+
+    def _repeat(self) -> None:
+        """Repeat what is promising until it is proven or refuted, or the time is over."""
+        while waiting := [one for one in self._candidates.values() if self._is_open(one)]:
+            if not self._has_time(2 + self._has_to_compare()):
+                return
+            waiting.sort(key=lambda one: -one.trial.gain)
+            said = ", ".join(f"{one.remedy} ({one.trial.gain:.2f}x)" for one in waiting[:AT_ONCE])
+            self._say(f"once more: {said}")
+            try:
+                base = self._runs.measure(SHORT)
+            except DoctorError as error:
+                self._say(f"the script as it is: {error}")
+                return
+            for one in waiting[:AT_ONCE]:
+                if not self._has_time(1):
+                    return
+                try:
+                    one.add(base, self._measured(one.change))
+                except DoctorError as error:
+                    self._say(f"{one.remedy}: {error}")
+                    del self._candidates[one.remedy]
 
     def together(self) -> Trial | None:
-        """All proven remedies that keep bits, round or are accepted, as a whole."""
-        proven = [
-            one
-            for one in self.made
-            if one.is_proven and (one.results in SURE or one.remedy in self._accept)
-        ]
-        if len(proven) < 2:
-            return proven[0] if proven else None
+        """All proven remedies that keep bits, round or are accepted, as a whole.
+
+        With all of `run`, unless that is slower than the script as it is, or than what is proven.
+        """
+        fit = [one for one in self.made if self._may_be_kept(one)]
+        proven = [one for one in fit if one.is_proven]
+        if not proven:
+            return None
+        best = max(proven, key=lambda one: one.gain)
+        parts = [one for one in fit if one in proven or (_is_all(one.change) and one.gain > 1.0)]
+        whole = self._whole(parts)
+        if whole is None or whole.gain < (best.low if whole.is_proven else best.gain):
+            return best
+        return whole
+
+    def _whole(self, parts: list[Trial]) -> Trial | None:
+        """The trial of several remedies at once."""
         change: dict[str, Any] = {}
-        for one in proven:
+        for one in parts:
             for key, value in one.change.items():
                 if key == "parts":
                     change[key] = [*dict.fromkeys([*change.get(key, []), *value])]
@@ -109,61 +225,76 @@ class Trials:
                     change[key] = {**value, **change.get(key, {})}
                 else:
                     change[key] = value
-        best = max(proven, key=lambda one: one.gain)
-        if any(_is_same(change, one.change) for one in proven):  # one that has all others
-            return best
-        whole = self.of(" + ".join(one.remedy for one in proven), change)
-        return whole if whole is not None and whole.gain > best.gain else best
+        for one in parts:  # one that has all others
+            if _is_same(change, one.change):
+                return one
+        if any(_is_all(one.change) for one in parts):
+            parts = [one for one in parts if one.change.keys() != {"parts"} or _is_all(one.change)]
+        name = " + ".join(one.remedy for one in parts)
+        self.make({name: change})
+        return self.named(name)
 
-    def _repeated(self, name: str, change: dict[str, Any]) -> tuple[Gain, list[dict[str, Any]]]:
-        """The gain of runs with a change, as many as it needs, and what they have found."""
-        found = [self._measured(change)]
-        gain = self._gain(found)
-        while self._wants_more(gain, found):
-            self._say(f"{name}: {gain.gain:.2f}x; once more")
-            if len(self._bases) == len(found):
-                self._bases.append(self._runs.measure(SHORT))
-            found.append(self._measured(change))
-            gain = self._gain(found)
-        if self._least_ratio(found) < REPEATED or len(found) < 2:
-            gain = gain._replace(low=min(gain.low, 1.0))  # nothing has confirmed it
-        return gain, found
+    def _may_be_kept(self, trial: Trial) -> bool:
+        if "shard" in trial.change:
+            return False  # by a line in the script: its checkpoints are other ones then
+        return trial.results in (*SURE, UNKNOWN) or trial.remedy in self._accept
+
+    def _is_open(self, one: _Candidate) -> bool:
+        """True if one more pair may prove a gain."""
+        trial = one.trial
+        most = MOST_PAIRS if self._may_be_kept(trial) else 3
+        if trial.is_proven or one.pairs >= most:
+            return False
+        if _is_all(one.change):  # which is looked at more patiently
+            return trial.gain >= (1.0 if one.pairs > 1 else 1.0 / PROMISING)
+        return trial.gain >= (REPEATED if one.pairs > 1 else PROMISING)
 
     def _measured(self, change: dict[str, Any]) -> dict[str, Any]:
         """A run with a change; the seconds are those of as many samples as without it."""
         found = self._runs.measure(SHORT, change)
-        found["steps"] = [seconds / change.get("batch", 1.0) for seconds in found["steps"]]
+        samples = change.get("batch", 1.0) * change.get("accumulate", 1)
+        found["steps"] = [seconds / samples for seconds in found["steps"]]
         return found
-
-    def _wants_more(self, gain: Gain, found: list[dict[str, Any]]) -> bool:
-        """True if one more pair may confirm a gain, and there is time for it."""
-        enough = 2 if gain.gain >= LARGE else 3
-        is_promising = gain.gain >= PROMISING and self._least_ratio(found) >= REPEATED
-        is_new = len(self._bases) == len(found)
-        return is_promising and len(found) < enough and self._has_time(1 + is_new)
-
-    def _least_ratio(self, found: list[dict[str, Any]]) -> float:
-        return min(ratio(one["steps"], run["steps"]) for one in self._bases for run in found)
-
-    def _gain(self, found: list[dict[str, Any]]) -> Gain:
-        pairs = zip(self._bases, found, strict=False)
-        return compare([(base["steps"], run["steps"]) for base, run in pairs])
 
     def _results(self, change: dict[str, Any], losses: list[float]) -> str:
         """The effect of a change on losses: "same bits", "rounding" or "changes training"."""
         if CHANGING & change.keys():
             return "changes training"
-        found = deviations(self._bases[0]["losses"], losses)
+        found = deviations(self._base["losses"], losses)
         if not any(found):
             return "same bits"
-        if not is_rounding(found, []) and self._own is None and self._has_time(1):
+        return "rounding" if is_rounding(found, []) else UNKNOWN
+
+    def _has_to_compare(self) -> bool:
+        """True if one run is needed to judge the results of others."""
+        results = [one.results for one in self._candidates.values()]
+        return self._own is None and UNKNOWN in results
+
+    def _compared_with_rounding(self, losses: list[float]) -> str:
+        """The same where losses differ by more than rounding does in most scripts."""
+        if self._own is None and self._has_time(1):
             self._say("looking at how far one rounding of the gradients moves the losses")
-            perturbed = self._runs.measure(SHORT, rounds=True)
-            self._own = deviations(self._bases[0]["losses"], perturbed["losses"])
+            try:
+                perturbed = self._runs.measure(SHORT, rounds=True)
+            except DoctorError as error:
+                self._say(str(error))
+            else:
+                self._own = deviations(self._base["losses"], perturbed["losses"])
+        found = deviations(self._base["losses"], losses)
         return "rounding" if is_rounding(found, self._own or []) else "changes training"
 
+    def _noise(self) -> float:
+        """The gain between steps, or the loss, that is none."""
+        gain = self._base["switched"].get(NOTHING, (1.0,))[0]
+        return float(max(gain, 1.0 / gain))
+
     def _has_time(self, runs: int) -> bool:
-        return self._runs.left > runs * (self._runs.started + 2 * SHORT.seconds)
+        least = SHORT.least_steps * statistics.fmean(self._base["steps"])
+        return self._runs.left > runs * (self._runs.started + max(2 * SHORT.seconds, least))
+
+
+def _is_all(change: dict[str, Any]) -> bool:
+    return _is_same(change, EVERYTHING)
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader
 
 from . import forward
 
-__all__ = ["Changes", "make_changes", "summary"]
+__all__ = [
+    "Changes",
+    "make_changes",
+    "preloading",
+    "summary",
+    "tune_convolutions",
+    "use_tf32",
+    "zero_to_none",
+]
 
 
 class Changes(TypedDict, total=False):
@@ -31,6 +39,13 @@ class Changes(TypedDict, total=False):
         batch: how often as many samples every batch has.
         ddp: arguments that every DistributedDataParallel gets.
         keep_samples: datasets remember what they have given.
+        set_to_none: gradients are let go of where they would be set to zero.
+        freeze: the garbage collector leaves out what is there when a model trains first.
+        cudnn_benchmark: cuDNN tries its algorithms for each shape.
+        tf32: fp32 products are computed in TF32.
+        checkpoint_blocks: blocks of models are computed again in backward.
+        shard: the stage of sharding that models of DistributedDataParallel get.
+        preload: a library that a new process loads first, see `preloading`.
     """
 
     parts: list[str]
@@ -44,6 +59,13 @@ class Changes(TypedDict, total=False):
     batch: float
     ddp: dict[str, Any]
     keep_samples: bool
+    set_to_none: bool
+    freeze: bool
+    cudnn_benchmark: bool
+    tf32: bool
+    checkpoint_blocks: bool
+    shard: Literal[1, 2]
+    preload: str
 
 
 def make_changes(changes: Changes) -> None:
@@ -61,12 +83,62 @@ def make_changes(changes: Changes) -> None:
         forward.use_channels_last()
     if changes.get("compile"):
         forward.compile_models()
+    if changes.get("set_to_none"):
+        zero_to_none()
+    if changes.get("freeze"):
+        forward.freeze_objects()
+    if changes.get("cudnn_benchmark"):
+        tune_convolutions(True)
+    if changes.get("tf32"):
+        use_tf32(True)
+    if changes.get("checkpoint_blocks"):
+        forward.checkpoint_blocks()
+    if stage := changes.get("shard"):
+        forward.shard_models(stage)
     if steps := changes.get("accumulate"):
         forward.accumulate(steps)
     if ddp := changes.get("ddp"):
         _wrap(DistributedDataParallel, lambda args, kwargs: (args, {**kwargs, **ddp}))
     if changes.keys() & {"loader", "batch", "keep_samples"}:
         _wrap(DataLoader, functools.partial(_of_loader, changes))
+
+
+def preloading(library: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that loads a library first."""
+    before = variables.get("LD_PRELOAD", "")
+    return {**variables, "LD_PRELOAD": f"{library} {before}".strip()}
+
+
+def zero_to_none() -> Callable[[], None]:
+    """Let `zero_grad` set gradients to None, whatever it is asked; returns what undoes it."""
+    kinds: list[Any] = [torch.optim.Optimizer, torch.nn.Module]
+    before = [kind.zero_grad for kind in kinds]
+
+    def undo() -> None:
+        for kind, own in zip(kinds, before, strict=True):
+            kind.zero_grad = own
+
+    for kind, own in zip(kinds, before, strict=True):
+        kind.zero_grad = _with_none(own)
+    return undo
+
+
+def _with_none(zero: Any) -> Any:
+    @functools.wraps(zero)
+    def zeroed(self: Any, set_to_none: bool = True) -> None:
+        zero(self, set_to_none=True)
+
+    return zeroed
+
+
+def tune_convolutions(is_on: bool) -> None:
+    """Let cuDNN try its algorithms for each shape, or not."""
+    torch.backends.cudnn.benchmark = is_on
+
+
+def use_tf32(is_on: bool) -> None:
+    """Let fp32 products on CUDA devices be computed in TF32, or not."""
+    torch.set_float32_matmul_precision("high" if is_on else "highest")
 
 
 def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,6 +166,12 @@ def summary(changes: Changes) -> str:
         for name, text in (
             ("channels_last", "weights of convolutions lie channels last"),
             ("compile", "models are compiled"),
+            ("set_to_none", "gradients are set to None"),
+            ("freeze", "objects are frozen"),
+            ("cudnn_benchmark", "cudnn.benchmark"),
+            ("tf32", "products in TF32"),
+            ("checkpoint_blocks", "blocks are computed again in backward"),
+            ("shard", "states and gradients are spread over ranks"),
         )
         if changes.get(name)
     ]
@@ -105,6 +183,8 @@ def summary(changes: Changes) -> str:
         said.append(f"batches of {factor:g} times as many samples")
     if changes.get("keep_samples"):
         said.append("samples are kept in memory")
+    if library := changes.get("preload"):
+        said.append(f"{library} allocates")
     return "; ".join(said)
 
 

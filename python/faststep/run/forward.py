@@ -1,4 +1,4 @@
-"""Changes around a model's forward: precision, compilation, windows of steps.
+"""Changes around a model's forward: precision, compilation, checkpoints, windows of steps.
 
 A model is the outermost module with parameters that a thread calls.
 """
@@ -6,18 +6,31 @@ A model is the outermost module with parameters that a thread calls.
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ..accumulation import accumulate as begin
+from ..zero import shard
+from ..zero.stage3.blocks import blocks_of
 
-__all__ = ["accumulate", "autocast", "compile_models", "use_channels_last"]
+__all__ = [
+    "accumulate",
+    "autocast",
+    "checkpoint_blocks",
+    "compile_models",
+    "freeze_objects",
+    "shard_models",
+    "use_channels_last",
+]
 
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -45,6 +58,20 @@ def compile_models() -> None:
         if model not in seen:
             seen.add(model)
             model.compile()
+        return call(model, *args, **kwargs)
+
+    _wrap_models(around)
+
+
+def freeze_objects() -> None:
+    """Let the garbage collector leave out what is there when a model is called first to train."""
+    frozen: list[bool] = []
+
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not frozen and model.training and torch.is_grad_enabled():
+            frozen.append(True)
+            gc.collect()
+            gc.freeze()
         return call(model, *args, **kwargs)
 
     _wrap_models(around)
@@ -83,6 +110,71 @@ def accumulate(steps: int) -> None:
             window = begin(optimizers, steps, model=model)
             scaler = scalers[-1] if scalers else None
             begun.append(window.install(scaler=scaler, scheduler=schedulers))
+        return call(model, *args, **kwargs)
+
+    _wrap_models(around)
+
+
+def checkpoint_blocks() -> None:
+    """Let the blocks of models be computed again in backward, so that less is kept for it.
+
+    They are those of a class of which a model has several. Blocks with running statistics, which
+    would be updated twice, are left out.
+    """
+    call: Callable[..., Any] = nn.Module.__call__
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def around(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if model not in seen:
+            seen.add(model)
+            blocks.update(one for one in blocks_of(model) if not _has_statistics(one))
+            if not blocks:
+                raise ValueError("the model has no blocks that can be computed again")
+        return inner(model, *args, **kwargs)
+
+    _wrap_models(around)
+    outer: Callable[..., Any] = nn.Module.__call__
+    inside = threading.local()
+
+    def compute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside.is_block = True  # in backward no model is around it
+        try:
+            return call(block, *args, **kwargs)
+        finally:
+            inside.is_block = False
+
+    @functools.wraps(call)
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "is_block", False):
+            return call(module, *args, **kwargs)
+        if module in blocks and module.training and torch.is_grad_enabled():
+            return checkpoint(compute, module, *args, use_reentrant=False, **kwargs)
+        return outer(module, *args, **kwargs)
+
+    nn.Module.__call__ = called  # type: ignore[method-assign]
+
+
+def _has_statistics(block: nn.Module) -> bool:
+    return any(name.endswith("running_mean") for name, _ in block.named_buffers())
+
+
+def shard_models(stage: Literal[1, 2]) -> None:
+    """Let the optimizer of a model of DistributedDataParallel be sharded, and step in its place.
+
+    Raises, when the model is called first: ValueError, there are several optimizers, or a scaler.
+    """
+    optimizers, scalers = _kept(torch.optim.Optimizer), _kept(torch.amp.GradScaler)
+    begun: list[Any] = []
+
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not begun and optimizers and type(model) is DistributedDataParallel:
+            if len(optimizers) > 1 or scalers:
+                raise ValueError("only a script with one optimizer, and no scaler, can be sharded")
+            [optimizer] = optimizers
+            sharded = shard(model, optimizer, stage=stage)
+            begun.append(sharded)
+            optimizer.step, optimizer.zero_grad = sharded.step, sharded.zero_grad
         return call(model, *args, **kwargs)
 
     _wrap_models(around)

@@ -26,7 +26,15 @@ from ..optim.hooked import HookedOptimizer
 from .optimizers import CLASSES
 from .timing import CallTimes
 
-__all__ = ["CudaGradScaler", "HostGradScaler", "Swaps"]
+__all__ = [
+    "CLIPPING",
+    "LOADERS",
+    "LOSS",
+    "SCALERS",
+    "CudaGradScaler",
+    "HostGradScaler",
+    "Swaps",
+]
 
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 
@@ -41,6 +49,16 @@ class HostGradScaler(amp.GradScaler, of_cpu.GradScaler):
     """As :class:`CudaGradScaler`, for the CPU."""
 
     __init__ = of_cpu.GradScaler.__init__
+
+
+LOADERS: dict[type, type] = {torch.utils.data.DataLoader: data.DataLoader}
+SCALERS: dict[type, type] = {
+    torch.amp.GradScaler: amp.GradScaler,
+    of_cuda.GradScaler: CudaGradScaler,
+    of_cpu.GradScaler: HostGradScaler,
+}
+CLIPPING = {getattr(torch.nn.utils, name): getattr(clip, name) for name in FUNCTIONS}
+LOSS = {torch.nn.functional.cross_entropy: nn.functional.cross_entropy}
 
 
 class Swaps:
@@ -73,12 +91,7 @@ class Swaps:
         self.done.append("torch.optim -> faststep.optim")
 
     def swap_amp(self) -> None:
-        kinds = {
-            torch.amp.GradScaler: amp.GradScaler,
-            of_cuda.GradScaler: CudaGradScaler,
-            of_cpu.GradScaler: HostGradScaler,
-        }
-        for torchs, ours in kinds.items():
+        for torchs, ours in SCALERS.items():
             self._swap_class(torchs, ours)
         for name in ("scale", "unscale_", "step", "update"):
             method = self._meter.timed("GradScaler", getattr(amp.GradScaler, name))
@@ -86,21 +99,21 @@ class Swaps:
         self.done.append("torch.amp.GradScaler -> faststep.amp.GradScaler")
 
     def swap_clip(self) -> None:
-        for name in FUNCTIONS:
-            ours = self._meter.timed("clipping", getattr(clip, name))
-            _replace(getattr(torch.nn.utils, name), ours)
+        for torchs, ours in CLIPPING.items():
+            _replace(torchs, self._meter.timed("clipping", ours))
         self.done.append("torch.nn.utils.clip_grad_norm_ -> faststep.clip_grad_norm_")
 
     def swap_data(self) -> None:
-        self._swap_class(torch.utils.data.DataLoader, data.DataLoader, but_restored=True)
+        for torchs, ours in LOADERS.items():
+            self._swap_class(torchs, ours, but_restored=True)
         setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
         self.done.append("torch.utils.data.DataLoader -> faststep.data.DataLoader")
 
     def swap_loss(self) -> None:
-        torchs = torch.nn.functional.cross_entropy
-        ours = self._meter.timed("cross_entropy", nn.functional.cross_entropy)
-        ours.__prepare_scriptable__ = lambda: torchs  # what torch.jit.script compiles
-        _replace(torchs, ours)
+        for torchs, fused in LOSS.items():
+            ours = self._meter.timed("cross_entropy", fused)
+            ours.__prepare_scriptable__ = lambda torchs=torchs: torchs  # for torch.jit.script
+            _replace(torchs, ours)
         self.done.append(
             "torch.nn.functional.cross_entropy -> faststep.nn.functional.cross_entropy"
         )
