@@ -118,7 +118,9 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         use["starting"] * (1 - 1 / use["iterators"]) for use in restarted if use["iterators"]
     )
     share = min(starting / total, data)
-    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}}
+    keep: dict[str, dict[str, Any]] = {
+        "persistent_workers": {"loader": {"persistent_workers": True}}
+    }
     keep[OURS] = {"parts": ["data"]}
     if share >= LEAST:
         anew = any(use["method"] != "fork" for use in restarted)

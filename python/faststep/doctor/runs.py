@@ -94,7 +94,7 @@ class Runs:
         """
         begun = time.monotonic()
         most = max(5.0, self.left * length.most - 2.0)
-        order = {
+        order: dict[str, Any] = {
             "seconds": length.seconds,
             "least_steps": length.least_steps,
             "most_seconds": most,
