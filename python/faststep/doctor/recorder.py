@@ -33,7 +33,7 @@ from .switches import switches
 __all__ = ["INTERVAL", "Recorder"]
 
 INTERVAL = 0.01  # seconds between two looks at the stack
-COUNTED = 0.05  # seconds between two looks at the counters of the kernel and the C library
+COUNTED, SELDOM = 0.05, 1.5  # seconds between looks at counters of the kernel and the C library
 SPARED = 200  # times what such a look takes, until the next: the C library adds up all free blocks
 WARM_UP = 3  # steps that are not measured
 MOST_LOSSES = 64
@@ -163,10 +163,12 @@ class Recorder:
             self._autocast_steps += torch.is_autocast_enabled("cpu")
         now = steps[-1]
         if now > self._counts_at:
+            begun = time.thread_time()
             used = resource.getrusage(resource.RUSAGE_SELF)
             cpu = used.ru_utime + used.ru_stime
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
-            self._counts_at = now + max(COUNTED, SPARED * (time.perf_counter() - now))
+            taken = time.thread_time() - begun
+            self._counts_at = now + min(max(COUNTED, SPARED * taken), SELDOM)
         if self._grad is not None:
             param, before = self._grad
             self._zeroes, self._grad = param.grad is before, None
