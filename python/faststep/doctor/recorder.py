@@ -35,6 +35,7 @@ __all__ = ["Recorder"]
 INTERVAL = 0.01  # seconds between two looks at the stack
 COUNTED = 0.05  # seconds between two looks at the counters of the kernel and the C library
 WARM_UP = 3  # steps that are not measured
+STUCK = 12.0  # seconds of a step while switches are turned
 MOST_LOSSES = 64
 MOST_LINES = 60
 
@@ -104,7 +105,7 @@ class Recorder:
         self._done, self._tries = done, tries
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
-        self._begun = time.perf_counter()
+        self._begun = self._stepped_at = time.perf_counter()
         self._lock = threading.Lock()
         self._is_over = False
         self._samples: list[tuple[float, str, Place | None, Place | None]] = []
@@ -160,7 +161,7 @@ class Recorder:
         if optimizer is not None:
             self._optimizers[id(optimizer)] = optimizer
             self._autocast_steps += torch.is_autocast_enabled("cpu")
-        now = steps[-1]
+        now = self._stepped_at = steps[-1]
         if now - self._counted > COUNTED:
             self._counted = now
             used = resource.getrusage(resource.RUSAGE_SELF)
@@ -216,7 +217,9 @@ class Recorder:
 
     def _looked(self, now: float, phase: str, inner: Place | None, outer: Place | None) -> None:
         self._samples.append((now, phase, inner, outer))
-        if time.monotonic() > self._until:
+        tries = self._alternation is not None and self._products is None
+        is_stuck = tries and now - self._stepped_at > STUCK  # workers of another loader, say
+        if is_stuck or time.monotonic() > self._until:
             self.end()
 
     # ---- the end
