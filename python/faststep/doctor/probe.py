@@ -35,7 +35,7 @@ def main(order: dict[str, Any]) -> None:
             `answer`, the file descriptor, or None in a rank that measures nothing; `ranks` of the
             script, all of this machine; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
-            `until`, `tries` of `Recorder`.
+            `most_seconds`, `until`, `tries` of `Recorder`.
     """
     if order["sandbox"] == "namespaces":
         sandbox.enter(order["empty"])
@@ -65,9 +65,8 @@ def main(order: dict[str, Any]) -> None:
     if order["answer"] is None:  # a rank that is not asked
         Program(*order["program"]).run()
         return
-    recorder = Recorder(
-        order["seconds"], order["least_steps"], order["until"], order["tries"], done
-    )
+    names = ("seconds", "least_steps", "most_seconds", "until", "tries")
+    recorder = Recorder(**{name: order[name] for name in names}, done=done)
     recorder.start()
     try:
         Program(*order["program"]).run()

@@ -88,7 +88,8 @@ class Recorder:
     Args:
         seconds: how long to measure after the first steps.
         least_steps: measure no fewer, if there is time for them.
-        until: `time.monotonic()` at which the script ends at the latest.
+        most_seconds: end the script after these, from its start on.
+        until: `time.monotonic()` at which it ends at the latest.
         tries: turn switches on and off after that, see `switches`.
         done: called with what was found, when enough was seen.
     """
@@ -97,11 +98,13 @@ class Recorder:
         self,
         seconds: float,
         least_steps: int,
+        most_seconds: float,
         until: float,
         tries: bool,
         done: Callable[[dict[str, Any]], None],
     ) -> None:
         self._seconds, self._least_steps, self._until = seconds, least_steps, until
+        self._most = most_seconds
         self._done, self._tries = done, tries
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
@@ -219,7 +222,8 @@ class Recorder:
         self._samples.append((now, phase, inner, outer))
         tries = self._alternation is not None and self._products is None
         is_stuck = tries and now - self._stepped_at > STUCK  # workers of another loader, say
-        if is_stuck or time.monotonic() > self._until:
+        is_late = now - self._begun > self._most or time.monotonic() > self._until
+        if is_stuck or is_late:
             self.end()
 
     # ---- the end

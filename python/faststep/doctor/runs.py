@@ -100,7 +100,8 @@ class Runs:
                 "program": self._program,
                 "seconds": length.seconds,
                 "least_steps": length.least_steps,
-                "until": begun + most,
+                "most_seconds": most,
+                "until": max(self.until - 1.0, begun + 5.0),
                 "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
                 "ranks": self._ranks,
                 "rounds": rounds,
