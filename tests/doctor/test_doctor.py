@@ -62,7 +62,7 @@ def test_a_whole_answer(tmp_path: Path) -> None:
     )
     before = {*Path("/dev/shm").iterdir()}
     files = ("--json", "answer.json", "--save", "proven.json", "--html", "page.html")
-    done = doctor(tmp_path, "--minutes", 1.2, "--only", "loader", *files, script, 100)
+    done = doctor(tmp_path, "--minutes", 2, "--only", "loader", *files, script, 100)
     assert done.returncode == 0, done.stderr
     assert {*Path("/dev/shm").iterdir()} == before
     made = {"answer.json", "proven.json", "page.html"}

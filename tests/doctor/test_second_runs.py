@@ -87,6 +87,16 @@ def test_checkpointed_blocks_save_memory_and_keep_bits(tmp_path: Path) -> None:
         runs.measure(LENGTH, {"checkpoint_blocks": True})
 
 
+def test_a_script_that_hangs_while_switches_are_turned(tmp_path: Path) -> None:
+    """What was measured before is not lost, nor is the time of the trials."""
+    text = BLOCKS.replace("*OTHERS", "").replace("9000", "8").replace("range(200)", "range(10**9)")
+    text = text.replace("    x =", "    time.sleep(0.02 if step < 60 else 600)\n    x =")
+    runs = runs_of(tmp_path, f"import time\n{text}")
+    found = runs.measure(LENGTH, tries=True)
+    assert len(found["steps"]) >= LENGTH.least_steps
+    assert runs.left > 20.0
+
+
 def test_a_sharded_optimizer_takes_the_place_of_the_scripts(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, RANKS.replace("OTHERS", ""), ranks=2)
     plain, changed = (runs.measure(LENGTH, {"shard": stage}) for stage in (0, 2))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 
 from conftest import Run
@@ -72,6 +75,29 @@ def test_a_window_of_steps_is_one_step(run: Run) -> None:
     expected = run(by_hand).stdout.splitlines()
     assert changed[3] == expected[3] == "2"
     assert abs(float(changed[4]) - float(expected[4])) < 1e-6
+
+
+def test_what_the_doctor_has_proven(run: Run, tmp_path: Path) -> None:
+    """Changes for which there is no switch."""
+    proven = {"set_to_none": True, "freeze": True, "tf32": True, "cudnn_benchmark": True}
+    (tmp_path / "proven.json").write_text(json.dumps({"changes": proven}))
+    source = (
+        "import gc, torch\n"
+        "gc.unfreeze()\nFEW = 1000\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for zero_grad in (model.zero_grad, optimizer.zero_grad):\n"
+        "    model(torch.ones(2)).sum().backward()\n"
+        "    zero_grad(set_to_none=False)\n"
+        "    print(model.weight.grad)\n"
+        "print(gc.get_freeze_count() > FEW, torch.backends.cudnn.benchmark)\n"
+        "print(torch.get_float32_matmul_precision())\n"
+    )
+    done = run(source, options=("--with", str(tmp_path / "proven.json")))
+    assert done.stdout.split() == ["None", "None", "True", "True", "high"]
+    said = "gradients are set to None; objects are frozen; cudnn.benchmark; products in TF32"
+    assert said in done.stderr
+    assert run(source).stdout.split()[-3:] == ["False", "False", "highest"]
 
 
 def test_a_switch_that_cannot_be(run: Run) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..doctor import KINDS, Answer, DoctorError, examine, scratch
+from ..doctor import KINDS, SURE, Answer, DoctorError, examine, scratch
 from ..doctor.nodes import Nodes
 from ..doctor.runs import GRACE, Runs
 from ..doctor.sandbox import Kind, is_available
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=some_of(KINDS),
         default=[],
         metavar="KINDS",
-        help=f"try these alone, separated by commas: {', '.join(KINDS)}; compile needs to be named",
+        help=f"try these alone, separated by commas: {', '.join(KINDS)}; the last "
+        "three need to be named",
     )
     parser.add_argument(
         "--network", action="store_true", help="let the script use the network in the runs"
@@ -179,5 +180,6 @@ def report(answer: Answer) -> str:
     parts.append("\n".join(f"- {note}" for note in answer.notes))
     if answer.best is not None:
         best = answer.best
-        parts.append(f"Best of what keeps bits or rounds: {best.remedy}, {best.gain:.2f}x.")
+        which = "what keeps bits or rounds" if best.results in SURE else "what is accepted"
+        parts.append(f"Best of {which}: {best.remedy}, {best.gain:.2f}x.")
     return "\n\n".join(filter(None, parts))

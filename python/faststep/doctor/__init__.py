@@ -16,7 +16,7 @@ from .sandbox import Kind
 from .system import notes
 from .trials import CHANGING, SURE, Remedies, Trial, Trials
 
-__all__ = ["KINDS", "Answer", "DoctorError", "Finding", "Trial", "examine"]
+__all__ = ["KINDS", "SURE", "Answer", "DoctorError", "Finding", "Trial", "examine"]
 
 MINUTES, FEW_SECONDS = 3.0, 88.0  # the latter where a step is short, unless a user asks for more
 SHORT_STEP = 0.2  # seconds
@@ -141,7 +141,7 @@ def examine(
             namespaces.
         accept: remedies, by name, that the best combination may have though they change training.
             Default: none.
-        only: kinds of remedies that are tried, of `KINDS`. Default: all but "compile".
+        only: kinds of remedies that are tried, of `KINDS`. Default: all that need not be named.
         ranks: the processes of the script, as torchrun starts them. Default: 1.
         nodes: the machines of these. Default: this one.
         say: is told what happens.

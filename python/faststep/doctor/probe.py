@@ -41,7 +41,7 @@ def main(order: dict[str, Any]) -> None:
             script and of `Peers`; `shared`, bytes of memory that this
             process has beside its own; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
-            `until`, `tries` of `Recorder`.
+            `most_seconds`, `until`, `tries` of `Recorder`.
     """
     _enter_sandbox(order)
     if order["ranks"] > 1:
@@ -75,9 +75,8 @@ def main(order: dict[str, Any]) -> None:
         with Watch([peers] if peers else [], lambda text: None, INTERVAL):
             Program(*order["program"]).run()
         return
-    recorder = Recorder(
-        order["seconds"], order["least_steps"], order["until"], order["tries"], done
-    )
+    names = ("seconds", "least_steps", "most_seconds", "until", "tries")
+    recorder = Recorder(**{name: order[name] for name in names}, done=done)
     recorder.start()
     try:
         Program(*order["program"]).run()

@@ -36,6 +36,7 @@ INTERVAL = 0.01  # seconds between two looks at the stack
 COUNTED, SELDOM = 0.05, 1.5  # seconds between looks at counters of the kernel and the C library
 SPARED = 200  # times what such a look takes, until the next: the C library adds up all free blocks
 WARM_UP = 3  # steps that are not measured
+STUCK = 12.0  # seconds of a step while switches are turned
 MOST_LOSSES = 64
 MOST_LINES = 60
 
@@ -88,7 +89,8 @@ class Recorder:
     Args:
         seconds: how long to measure after the first steps.
         least_steps: measure no fewer, if there is time for them.
-        until: `time.monotonic()` at which the script ends at the latest.
+        most_seconds: end the script after these, from its start on.
+        until: `time.monotonic()` at which it ends at the latest.
         tries: turn switches on and off after that, see `switches`.
         done: called with what was found, when enough was seen.
     """
@@ -97,15 +99,17 @@ class Recorder:
         self,
         seconds: float,
         least_steps: int,
+        most_seconds: float,
         until: float,
         tries: bool,
         done: Callable[[dict[str, Any]], None],
     ) -> None:
         self._seconds, self._least_steps, self._until = seconds, least_steps, until
+        self._most = most_seconds
         self._done, self._tries = done, tries
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
-        self._begun = time.perf_counter()
+        self._begun = self._stepped_at = time.perf_counter()
         self._lock = threading.Lock()
         self._is_over = False
         self._samples: list[tuple[float, str, Place | None, Place | None]] = []
@@ -161,7 +165,7 @@ class Recorder:
         if optimizer is not None:
             self._optimizers[id(optimizer)] = optimizer
             self._autocast_steps += torch.is_autocast_enabled("cpu")
-        now = steps[-1]
+        now = self._stepped_at = steps[-1]
         if now > self._counts_at:
             begun = time.thread_time()
             used = resource.getrusage(resource.RUSAGE_SELF)
@@ -219,7 +223,10 @@ class Recorder:
 
     def _looked(self, now: float, phase: str, inner: Place | None, outer: Place | None) -> None:
         self._samples.append((now, phase, inner, outer))
-        if time.monotonic() > self._until:
+        tries = self._alternation is not None and self._products is None
+        is_stuck = tries and now - self._stepped_at > STUCK  # workers of another loader, say
+        is_late = now - self._begun > self._most or time.monotonic() > self._until
+        if is_stuck or is_late:
             self.end()
 
     # ---- the end

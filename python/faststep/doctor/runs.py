@@ -98,7 +98,7 @@ class Runs:
             "seconds": length.seconds,
             "least_steps": length.least_steps,
             "most_seconds": most,
-            "until": begun + most,
+            "until": max(self.until - 1.0, begun + 5.0),
             "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
             "address": "127.0.0.1" if self._nodes is None else self._nodes.address,
             "ports": free_ports(2),

@@ -91,10 +91,9 @@ class _Candidate:
             for base, _ in self._pairs
             for _, found in self._pairs
         )
-        if least >= REPEATED and (gain.gain >= LARGE or self.pairs > 2):
+        is_apart = least >= REPEATED and (gain.gain >= LARGE or self.pairs > 2)
+        if is_apart or self._switched >= REPEATED:
             bounds.append(max(gain.low, REPEATED))
-        if self._switched >= REPEATED:
-            bounds.append(min(gain.gain, self._switched))
         if self.pairs in STUDENT:
             logs = [math.log(ratio(one["steps"], other["steps"])) for one, other in self._pairs]
             error = statistics.stdev(logs) / math.sqrt(self.pairs)
