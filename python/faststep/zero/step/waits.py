@@ -153,7 +153,7 @@ class ForwardWaits:
         below: set[int] = set()
         for child in module.children():
             below |= self._hand_up(child)
-        self._needs[module] |= below
+        self._needs.setdefault(module, set()).update(below)  # it may be new
         if module in self._always:
             return set()
         if module is self._model():  # called by nobody: whatever runs first waits
