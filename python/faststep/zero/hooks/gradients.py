@@ -55,6 +55,7 @@ class Gradients:
 
     Attributes:
         on_begin: called when a pass begins to send, with False if it is the step that sends.
+        made: how many models were made before it.
         on_unowned: called after a pass with gradients of parameters without a sharded optimizer.
         before_exchange: called with what is about to be sent beside backward and step.
     """
@@ -198,15 +199,12 @@ class Gradients:
 
     def _put(self, slot: Slot, grad: Tensor) -> None:
         """Take over a gradient of the pass, and send the buckets that are full."""
-        if slot.arrived:
-            if self._reducer.has_sent(slot):
-                raise RuntimeError(
-                    f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
-                    "pass, and its bucket was sent after the first time: reentrant checkpoints "
-                    "share the parameter. Use torch.utils.checkpoint with use_reentrant=False"
-                )
-            self._reducer.put(slot, grad)
-            return
+        if slot.arrived and self._reducer.has_sent(slot):
+            raise RuntimeError(
+                f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
+                "pass, and its bucket was sent after the first time: reentrant checkpoints "
+                "share the parameter. Use torch.utils.checkpoint with use_reentrant=False"
+            )
         self._reducer.put(slot, grad)
         self._reducer.send_full()
 
