@@ -167,3 +167,49 @@ def test_refused(rank: int, world: int) -> None:
     assert not any(isinstance(param, DTensor) for param in model.parameters())
     optimizer.step()
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1  # it was not replaced
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+@on_ranks(2)
+def test_what_would_silently_differ(rank: int, world: int) -> None:
+    """Blocks in other orders, or others left out, and what fully_shard ignores."""
+    model = Blocks()
+    sharded = shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3)
+
+    def step(order: list[int]) -> None:
+        model.order = order
+        sharded.zero_grad(set_to_none=False)
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.step()
+
+    step([0, 1, 2])
+    before = whole(model.blocks[0][0].weight)
+    for order in ([0, 1, 2], [0, 2]) if rank else ([1, 0, 2], [1, 2]):
+        with pytest.raises(RuntimeError, match=r"nothing was updated.*called its blocks in the"):
+            step(order)
+    assert torch.equal(before, whole(model.blocks[0][0].weight))
+    step([0, 1, 2])
+    param = model.blocks[1][0].weight
+    calls: list[Tensor] = []
+    param.register_post_accumulate_grad_hook(calls.append)
+    step([0, 1, 2])
+    assert len(calls) == 1
+    handle = param.register_hook(lambda grad: grad * 2)
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.0\.weight' has a hook of register_hook"):
+        step([0, 1, 2])
+    handle.remove()
+    step([0, 1, 2])
+    param.data = param.data * 2
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.0\.weight' was given values by \.data ="):
+        step([0, 1, 2])

@@ -216,6 +216,19 @@ def _saved(loop: _Loop) -> Any:
     return other
 
 
+def _second_phase(loop: _Loop) -> Any:
+    """Another optimizer, made while gradients of the first one are there, and then a group."""
+    first = [loop.shard(torch.optim.SGD(loop.inside.parameters(), lr=0.1))]
+    loop.loss(0).backward()
+    first.pop().step()
+    loop.run.optimizers.clear()
+    optimizer = loop.shard(_adam(loop.inside.head.parameters()))
+    optimizer.add_param_group({"params": loop.inside.blocks.parameters()})
+    loop.inside.zero_grad()
+    loop.train(optimizer, range(1, 3))
+    return optimizer
+
+
 SCRIPTS: dict[str, Callable[[_Loop], Any]] = {
     "gradual": _gradual,
     "all frozen": _all_frozen,
@@ -226,6 +239,7 @@ SCRIPTS: dict[str, Callable[[_Loop], Any]] = {
     "accumulated": _accumulated,
     "clipped": _clipped,
     "saved": _saved,
+    "second phase": _second_phase,
 }
 
 
@@ -245,7 +259,7 @@ def _script(name: str, run: Run) -> None:
 TABLE = Table(
     "groups",
     {name: functools.partial(_script, name) for name in SCRIPTS},
-    refused=dict.fromkeys(["added", "adapters"], "a parameter group cannot be added at stage 3"),
+    refused={"adapters": "a parameter group cannot be added at stage 3 if its parameters are new"},
     as_torch=["by hand", "saved"],
     on_three=["added", "saved"],
 )

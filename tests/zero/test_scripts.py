@@ -201,6 +201,28 @@ def _as_a_vector(run: Run) -> None:
     _train(run, net, after)
 
 
+def _exchanged_gradients(run: Run) -> None:
+    net = _Net()
+    model, optimizer = _make(run, net)
+    one, other = (block[0].weight for block in [*net.blocks][1:])  # type: ignore[index]
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_rows(run, step)).square().mean().backward()
+        one.grad, other.grad = other.grad, one.grad
+        nn.utils.clip_grad_norm_(one, 0.01)
+        optimizer.step()
+
+
+def _new_module(run: Run) -> None:
+    net = _Net()
+
+    def after(step: int) -> None:
+        if step == 1:
+            net.blocks[1] = nn.Identity()
+
+    _train(run, net, after, unused=True)
+
+
 def _in_a_thread(run: Run) -> None:
     model, optimizer = _make(run, _Net())
     for step in range(3):
@@ -249,12 +271,15 @@ SCRIPTS: dict[str, Script] = {
     "replaced": _replaced,
     "set in forward": _set_in_forward,
     "as a vector": _as_a_vector,
+    "exchanged gradients": _exchanged_gradients,
+    "new module": _new_module,
     "uneven accumulation": _uneven_accumulation,
 }
 TABLE = Table(
     "scripts",
     SCRIPTS,
     left_out={"uneven accumulation": UNEVEN},
+    refused={"as a vector": "was given values by .data =, which fully_shard ignores"},
     as_torch=[
         "swapped average",
         "gradient penalty",
@@ -262,7 +287,6 @@ TABLE = Table(
         "pruned",
         "replaced",
         "set in forward",
-        "as a vector",
     ],
 )
 

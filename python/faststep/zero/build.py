@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -30,7 +29,8 @@ from .optimizer import ShardedOptimizer
 from .saved.cutting import whole_states
 from .saved.gathered import cut_states
 from .stage3.blocks import announce, blocks_of
-from .stage3.fully_sharded import check_fully, check_gradients, follow_successors, shard_fully
+from .stage3.fully_sharded import check_fully, follow_successors, shard_fully
+from .stage3.watch import Watch
 from .step.slice_optimizer import Kind
 from .transport.group import Group, group_of
 
@@ -103,9 +103,8 @@ def _fully(
     check_fully(model, optimizer, blocks)
     sharded = announce(model, blocks, is_default and not group.rank)
     shard_fully(model, fused, group, blocks)
-    names = {id(param): name for name, param in model.named_parameters()}
-    check = functools.partial(check_gradients, group, fused, names)
     optimizer.state.clear()
+    check = Watch(model, blocks, fused, group).check_step
     made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=check)
     made.blocks = sharded
     return made

@@ -113,7 +113,7 @@ class Engine:
             for place, (param, *_) in enumerate(layout.places):
                 name, tensor = named[param]
                 slot = Slot(len(self.slots), name, tensor, len(self.buckets), place)
-                slot.stand_in = Placeholder(tensor, self.values, slot.index)
+                slot.stand_for(Placeholder(tensor, self.values, slot.index))
                 members.append(slot)
                 self.slots.append(slot)
             is_wide = self._asked.master_weights and has_master(members[0].param)

@@ -23,6 +23,7 @@ from ..optim.wrapped import PassesOn
 from .engine import Engine
 from .join import JoinableSteps
 from .saved.state_dicts import StateDicts
+from .stage3.fully_sharded import adopt
 from .transport.group import Group
 
 __all__ = ["ShardedOptimizer"]
@@ -259,21 +260,17 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         Raises:
             TypeError, ValueError: torch's errors; a parameter that is not the model's, or cannot be
                 sharded.
-            RuntimeError: ranks differ in the parameters; a backward pass runs, or has failed; the
-                optimizer is of stage 3.
+            RuntimeError: ranks differ in the parameters; a backward pass runs, or has failed; at
+                stage 3 a parameter that was not sharded with the model.
         """
-        if self._engine is None and self._group is not None:
-            raise RuntimeError(
-                "faststep.zero: a parameter group cannot be added at stage 3: add it to the "
-                "optimizer before shard()"
-            )
         if isinstance(param_group, dict):
             refuse_group_options(param_group)
         super().add_param_group(param_group)
-        if self._engine is None:
-            return
         try:
-            self._engine.follow_groups()
+            if self._engine is not None:
+                self._engine.follow_groups()
+            elif self._group is not None:
+                adopt(self._owned, self.param_groups[-1]["params"])
         except BaseException:
             del self.param_groups[-1]
             raise

@@ -55,6 +55,7 @@ class Gradients:
 
     Attributes:
         on_begin: called when a pass begins to send, with False if it is the step that sends.
+        made: how many models were made before it.
         on_unowned: called after a pass with gradients of parameters without a sharded optimizer.
         before_exchange: called with what is about to be sent beside backward and step.
     """
@@ -100,8 +101,9 @@ class Gradients:
         if self._state is not State.COLLECTING:
             self.unowned.reduce(params)
             for slot in slots:
-                if slot.param.grad is not None:
-                    slot.take_over(slot.param.grad)
+                grad = slot.param.grad  # or one that was dropped with another optimizer
+                if grad is not None and not isinstance(grad, Placeholder):
+                    slot.take_over(grad)
         self.hook(slots)
 
     def hook(self, slots: Sequence[Slot]) -> None:
@@ -253,8 +255,7 @@ class Gradients:
         if any((s.arrived or s.held) and s.stand_in.is_same(s.param.grad) for s in self.slots):
             raise RuntimeError(HAS_FAILED)
         for slot in self.slots:
-            slot.arrived = slot.held = False
-            slot.whole = None
+            slot.drop()
             if slot.stand_in.is_same(slot.param.grad) and slot.stand_in.pending is None:
                 slot.param.grad = None
         with torch.no_grad():
@@ -291,11 +292,11 @@ class Gradients:
             RuntimeError: a backward pass has failed, or runs.
         """
         self.complete()
-        for slot in self.slots:
-            grad = slot.param.grad
-            if grad is None or (slot.held and slot.stand_in.is_same(grad)):
-                continue
-            slot.take_over(grad.clone() if isinstance(grad, Placeholder) else grad)
+        grads = [(s, s.param.grad) for s in self.slots if not s.is_present]
+        read = [(s, g.clone() if isinstance(g, Placeholder) else g) for s, g in grads]
+        for slot, grad in read:  # those of two parameters may have been exchanged
+            if grad is not None:
+                slot.take_over(grad)
         self._take_back()
 
     def _take_back(self) -> None:
@@ -317,10 +318,9 @@ class Gradients:
         dropped = [s for s in self.slots if has_failed or (set_to_none and s.param.grad is None)]
         are_all = len(dropped) == len(self.slots)
         for slot in dropped:
-            slot.whole = None
             if slot.held and not are_all:  # the next pass adds to what is beside it
                 slot.make_zero()
-            slot.held = slot.arrived = False
+            slot.drop()
             slot.stand_in.pending = None
         self.changes += 1
         self._recover()
@@ -334,6 +334,16 @@ class Gradients:
             slot.held = slot.arrived = False
         self.changes += 1
         slot.make_zero()
+
+    def refuse_local(self, slot: Slot) -> None:
+        """Raise for a read in no_sync(): `.grad` would be earlier means and this rank's own."""
+        is_local = self._number is None and (self._quiet > 0 or self.is_wrapped)
+        if is_local and slot.stand_in.pending is not None:
+            raise RuntimeError(
+                f"faststep.zero: the gradient of {slot.name!r} cannot be used in no_sync() where "
+                "it adds to one from before: set gradients to None before, or use it after a pass "
+                "outside of no_sync()"
+            )
 
     def _refuse_inside(self, what: str) -> None:
         if self.passes:

@@ -126,6 +126,7 @@ class GradientValues:
     def _ready(self, index: int) -> Slot:
         """Have the slices complete before one is used."""
         slot = self._slots[index]
+        self._gradients.refuse_local(slot)
         self._gradients.before_exchange("the use of a gradient")
         self._gradients.complete(
             f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the model "

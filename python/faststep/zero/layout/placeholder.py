@@ -62,13 +62,16 @@ class Placeholder(Tensor):
     Attributes:
         number: of the parameter.
         pending: what backward has added.
+        is_dropped: the gradient is gone; a script kept this.
 
     It refers to the values weakly: torch cannot collect a circle through `.grad`.
     """
 
     number: int
     pending: Tensor | None
+    is_dropped = False
     _refer: Callable[[], Values | None]
+    _origin: Placeholder | None  # whose `detach()` or `.data` this is
 
     __torch_function__ = PLAIN_RESULTS
 
@@ -76,6 +79,11 @@ class Placeholder(Tensor):
     def gradients(self) -> Values:
         """The gradients of all parameters."""
         values = self._refer()
+        if self._first.is_dropped:
+            raise RuntimeError(
+                "faststep.zero: this gradient was dropped, by zero_grad() or .grad = None, and the "
+                "ranks have it no more: clone() what is needed later"
+            )
         if values is None:
             raise RuntimeError(
                 "faststep.zero: the optimizer that had this gradient is gone; set .grad to None"
@@ -89,7 +97,7 @@ class Placeholder(Tensor):
             cls, param.size(), device=str(param.device), dtype=param.dtype, strides=param.stride()
         )
         assert isinstance(made, Placeholder)
-        made.pending = None
+        made.pending = made._origin = None
         made._refer = weakref.ref(values) if values is not None else lambda: None
         made.number = index
         return made
@@ -97,11 +105,18 @@ class Placeholder(Tensor):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
+    def successor(self) -> Placeholder:
+        """One for the next gradient; this one, which a script has kept, is of none."""
+        self.is_dropped = True
+        return Placeholder(self, self._refer(), self.number)
+
     def is_same(self, grad: object) -> bool:
         """True if it is this one, or what `detach()` or `.data` made of it."""
-        return isinstance(grad, Placeholder) and (
-            grad is self or (grad.number == self.number and grad._refer() is self._refer())
-        )
+        return isinstance(grad, Placeholder) and grad._first is self
+
+    @property
+    def _first(self) -> Placeholder:
+        return self if self._origin is None else self._origin
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         values = self._refer()
@@ -163,7 +178,9 @@ let_foreach_take(Placeholder)  # torch's clipping works on all gradients at once
 def _detach(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
-    return Placeholder(held, held._refer(), held.number)
+    made = Placeholder(held, held._refer(), held.number)
+    made._origin = held._first
+    return made
 
 
 def _add(held: Tensor, more: Tensor, *, alpha: float = 1) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -46,11 +47,24 @@ class Slot:
         self.place = place
         self.shape = param.size()
         self.strides = param.stride()
-        self.stand_in: Placeholder
         self.part: Part | None = None
         self.arrived = False
         self.held = False
         self.whole: Tensor | None = None
+
+    def stand_for(self, made: Placeholder) -> None:
+        """Let this stand in for its gradients."""
+        self.stand_in = made
+        del made
+        self._uses = sys.getrefcount(self.stand_in)
+
+    def drop(self) -> None:
+        """Note that the script has dropped its gradient, which it may have kept elsewhere."""
+        self.held = self.arrived = False
+        self.whole = None
+        is_gone = not self.stand_in.is_same(self.param.grad)
+        if is_gone and sys.getrefcount(self.stand_in) > self._uses:
+            self.stand_for(self.stand_in.successor())
 
     @property
     def is_present(self) -> bool:
@@ -115,7 +129,7 @@ class Slot:
 
     def forget(self) -> None:
         """Drop its gradient, on this rank."""
-        self.held = False
+        self.drop()
         self.make_zero()
 
     def make_zero(self) -> None:

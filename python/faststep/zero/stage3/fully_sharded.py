@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..admitted import taken_by_another
 from ..transport.group import Group
 from .blocks import has_forward, homes_of
 
-__all__ = ["check_fully", "check_gradients", "follow_successors", "shard_fully"]
+__all__ = ["adopt", "check_fully", "follow_successors", "shard_fully"]
 
 # What has been sharded here, for other optimizers of the same model that are sharded later.
 _successors: Any = WeakTensorKeyDictionary()  # of each parameter that fully_shard has replaced
@@ -128,29 +128,24 @@ def _owner_of(param: Tensor) -> Optimizer | None:
     return None if owner is None else owner()
 
 
-def check_gradients(group: Group, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise on every rank if the ranks have gradients of different parameters; a collective.
+def adopt(optimizer: Optimizer, params: list[Tensor]) -> None:
+    """Let the optimizer have the parameters of a new group, which were sharded with the model.
 
-    fully_shard reduces those gradients of a block that a rank has, side by side. So ranks that used
-    different parameters add up gradients of different ones, where the sizes happen to fit.
-
-    Args:
-        group: the ranks.
-        optimizer: whose parameters are looked at.
-        names: of parameters, by `id`.
+    Raises:
+        RuntimeError: one was not.
+        TypeError: one is another optimizer's.
     """
-    lines = [
-        f"{names.get(id(param))!r} with{'out' if param.grad is None else ''} a gradient, "
-        f"in group {number}"
-        for number, members in enumerate(optimizer.param_groups)
-        for param in members["params"]
-    ]
-    caller = (
-        "faststep.zero: nothing was updated, as fully_shard adds up gradients wrongly where ranks "
-        "use different parameters (model.set_reduce_scatter_unused_params(True) of newer versions "
-        "of torch has it send zeros)"
-    )
-    group.check_alike(lines, caller)
+    params[:] = [_successors.get(param, param) for param in params]
+    for param in params:
+        if param not in _sharded:
+            raise RuntimeError(
+                "faststep.zero: a parameter group cannot be added at stage 3 if its parameters "
+                "are new: let the model have them before shard()"
+            )
+        if _owner_of(param) is not None:
+            raise taken_by_another("a parameter of the new group")
+    for param in params:
+        _sharded[param] = weakref.ref(optimizer)
 
 
 def _size(module: nn.Module) -> int:

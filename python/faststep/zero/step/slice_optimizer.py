@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ... import _C
 from ..._devices import HOST, devices_of, on_device
+from ..._torch.checkpoint import wanted_states
 from ..._torch.optim import increment_version
 from ...clip import clip_grads_with_norm_
 from ...grads.params import params_of
@@ -38,13 +39,29 @@ __all__ = ["Kind", "SliceOptimizer"]
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
 
 
+def _of_parts(name: str) -> Any:
+    """A method of dict, for parts of parameters."""
+    plain = getattr(dict, name)
+
+    def method(self: SliceStates, key: Tensor, *values: Any) -> Any:
+        self._refuse_whole(self._keys_for(key))
+        return plain(self, key, *values)
+
+    return method
+
+
 class SliceStates(defaultdict[Tensor, dict[str, Any]]):
     """The states of this rank's parts of parameters.
 
     torch.distributed.checkpoint asks two things of an optimizer's states. It makes a step with
     gradients of zero if there are none; a sharded optimizer gives it new states without one, so
-    there always are some. And it asks which states a parameter has.
+    there always are some. And it asks which states a parameter has. A script that asks so raises
+    an error, as it would go on without its states.
     """
+
+    get, pop, __contains__, __setitem__ = map(
+        _of_parts, ("get", "pop", "__contains__", "__setitem__")
+    )
 
     def __init__(self, keys_of: Callable[[Tensor], tuple[str, ...] | None]) -> None:
         super().__init__(dict)
@@ -54,9 +71,22 @@ class SliceStates(defaultdict[Tensor, dict[str, Any]]):
         return True
 
     def __missing__(self, key: Tensor) -> dict[str, Any]:
-        keys_of = self._keys_of()
-        keys = None if keys_of is None else keys_of(key)
+        keys = self._keys_for(key)
+        if wanted_states() is None:
+            self._refuse_whole(keys)
         return super().__missing__(key) if keys is None else dict.fromkeys(keys)
+
+    def _keys_for(self, key: Tensor) -> tuple[str, ...] | None:
+        keys_of = self._keys_of()
+        return None if keys_of is None else keys_of(key)
+
+    def _refuse_whole(self, keys: tuple[str, ...] | None) -> None:
+        if keys is not None:
+            raise RuntimeError(
+                "faststep.zero: the state of a parameter is spread over the ranks, and "
+                "optimizer.state has this rank's parts: read and change states by state_dict() "
+                "and load_state_dict() on all ranks"
+            )
 
 
 class SliceOptimizer:

@@ -23,6 +23,17 @@ from ...grads.hooks import weakly
 __all__ = ["ForwardWaits"]
 
 
+def _after_arrival(name: str) -> Any:
+    """A method of dict that waits first."""
+    plain = getattr(dict, name)
+
+    def method(self: _Arriving, *args: Any) -> Any:
+        self._arrive()
+        return plain(self, *args)
+
+    return method
+
+
 class _Arriving(dict[str, Any]):
     """The parameters of a module, which arrive before somebody gets one; then the plain dict is
     put back.
@@ -46,25 +57,9 @@ class _Arriving(dict[str, Any]):
         self._wait()
         self.put_back()
 
-    def __getitem__(self, name: str) -> Any:
-        self._arrive()
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._arrive()
-        return super().get(name, default)
-
-    def items(self) -> Any:
-        self._arrive()
-        return super().items()
-
-    def values(self) -> Any:
-        self._arrive()
-        return super().values()
-
-    def copy(self) -> dict[str, Any]:
-        self._arrive()
-        return dict(super().items())
+    __getitem__, get, items, values, copy = map(
+        _after_arrival, ("__getitem__", "get", "items", "values", "copy")
+    )
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()  # without this method dict() reads past the others
@@ -153,7 +148,7 @@ class ForwardWaits:
         below: set[int] = set()
         for child in module.children():
             below |= self._hand_up(child)
-        self._needs[module] |= below
+        self._needs.setdefault(module, set()).update(below)  # it may be new
         if module in self._always:
             return set()
         if module is self._model():  # called by nobody: whatever runs first waits

@@ -246,9 +246,9 @@ class Group:
         """Replace numbers by their sums over the ranks that share the slices; waits."""
         self.start_adding(numbers, what).wait()
 
-    def start_adding(self, numbers: Tensor, what: str) -> Pending:
+    def start_adding(self, numbers: Tensor, what: str, **how: Any) -> Pending:
         """Replace numbers by their sums inside the group, until the answer is waited for."""
-        work = dist.all_reduce(numbers, group=self.process_group, async_op=True)
+        work = dist.all_reduce(numbers, group=self.process_group, async_op=True, **how)
         return Pending(self, what, [work], [numbers])
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -297,8 +297,7 @@ class Group:
         raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
 
     def _largest(self, numbers: Tensor, what: str) -> None:
-        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, self.process_group, async_op=True)
-        Pending(self, what, [work], [numbers]).wait()
+        self.start_adding(numbers, what, op=dist.ReduceOp.MAX).wait()
         if self.replicas is not None:
             self.replicas._largest(numbers, what)
 
