@@ -325,8 +325,8 @@ def left_out(block: Block) -> bool:
     return sum(not LEFT_OUT.isdisjoint(one.places) for one in block.code) > 2
 
 
-# How many 16-byte loads, such stores, and conversions from fp16 there are, and loads of 4 or 2 bytes
-# where a thread's elements are loaded without a branch between.
+# How many 16-byte loads, such stores, and conversions from fp16 there are, and loads of 4 or 2
+# bytes where a thread's elements are loaded without a branch between.
 Kind = tuple[int, int, int, int]
 
 

@@ -169,8 +169,7 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     for (size_t i = 1; i < self->part_count; i++)
         if (self->parts[i].counter_count &&
             fst_device_prepare(module, self, &self->parts[i], options))
-            return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text())
-                                                             : NULL;
+            return fst_is_out_of_memory() ? answer("memory", error_text()) : NULL;
     return run(module, self, options);
 }
 
