@@ -43,13 +43,17 @@ DEMO ?= --output build/demo.png
 RIVALS ?= bench
 # Options of pytest.
 ARGS ?=
-# For the targets with a GPU: a wheel to take instead of a build on the spot; the files to run, what is most
-# likely to fail first, by PARTS="bits race" some of them; seconds for each; and where logs and figures go.
-GPU_TESTS := bits lists amp streams graphs kernels memory state_dict loader transforms sharded race sanitizer counters
+# For the targets with a GPU: a wheel to take instead of a build on the spot, and one for a build that fails;
+# the files to run, first the bits, then the figures, by PARTS="bits race" some of them; seconds for each and
+# for all; and where logs and figures go.
+GPU_FIRST := bits lists amp graphs streams
 GPU_BENCH := cuda_works cuda_images
+GPU_REST := training kernels memory state_dict loader transforms sharded race sanitizer counters
 WHEEL ?=
+SPARE ?= $(firstword $(wildcard dist/*.whl))
 PARTS ?=
 LIMIT ?= 180
+BUDGET ?= 1700
 RESULTS ?= build/gpu
 # For `make matrix`: versions of torch and CPython, all if not given, and the page with the table, none if empty.
 TORCH ?=
@@ -163,27 +167,32 @@ count: ## count instructions of the passes under Callgrind, against the expected
 count-renew: RENEW := --renew
 count-renew: count ## count, and expect these from now on
 
-# Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.
-build-gpu: ## compile beside the sources, or unpack WHEEL, offline
-ifneq ($(WHEEL),)
-	rm -rf build/wheel
-	$(PYTHON) -m zipfile -e $(WHEEL) build/wheel
-else
+# Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is. The file
+# build/package says where what was built lies.
+unpack = rm -rf build/wheel && $(PYTHON) -m zipfile -e $(1) build/wheel && echo build/wheel >build/package
+build-gpu: ## compile beside the sources, or unpack WHEEL, offline; where that fails unpack SPARE=dist/NAME.whl
 	@mkdir -p build/bare
+ifneq ($(WHEEL),)
+	$(call unpack,$(WHEEL))
+else
 	@ln -sfn $(CURDIR)/setup.py $(CURDIR)/csrc $(CURDIR)/cuda $(CURDIR)/python/faststep build/bare
-	cd build/bare && FASTSTEP_CUDA=1 $(ITS_PYTHON) setup.py -q build_ext --inplace
+	@(cd build/bare && FASTSTEP_CUDA=1 $(ITS_PYTHON) setup.py -q build_ext --inplace) && echo python >build/package || \
+	    { echo 'nothing could be built$(if $(SPARE),: taking $(SPARE),$(COMMA) and there is no wheel in dist)'; \
+	    $(if $(SPARE),$(call unpack,$(SPARE)),false); }
 endif
 
 # Each file in a process of its own with a time limit; see tests/gpu/each_file.
 files_of = $(foreach part,$(filter $(or $(PARTS),%),$(2)),$(1)/test_$(part).py)
-ON_GPU = PYTHON=$(ITS_PYTHON) PACKAGE=$(if $(WHEEL),build/wheel,python) RESULTS=$(RESULTS) LIMIT=$(LIMIT) tests/gpu/each_file
+ON_GPU = PYTHON=$(ITS_PYTHON) PACKAGE=$$(cat build/package) RESULTS=$(RESULTS) LIMIT=$(LIMIT) BUDGET=$(BUDGET) \
+    tests/gpu/each_file
 AS_ASKED = $(if $(ARGS),-- $(ARGS))
 
 gpu: build-gpu ## test and measure on a CUDA device; logs and figures in RESULTS=build/gpu
-	$(ON_GPU) $(call files_of,tests/gpu,$(GPU_TESTS)) $(call files_of,benchmarks/gpu,$(GPU_BENCH)) $(AS_ASKED)
+	$(ON_GPU) $(call files_of,tests/gpu,$(GPU_FIRST)) $(call files_of,benchmarks/gpu,$(GPU_BENCH)) \
+	    $(call files_of,tests/gpu,$(GPU_REST)) $(AS_ASKED)
 
 test-gpu: build-gpu ## only test on the CUDA devices of this machine
-	$(ON_GPU) $(call files_of,tests/gpu,$(GPU_TESTS)) $(AS_ASKED)
+	$(ON_GPU) $(call files_of,tests/gpu,$(GPU_FIRST) $(GPU_REST)) $(AS_ASKED)
 
 bench-gpu: build-gpu ## only measure on a CUDA device
 	$(ON_GPU) $(call files_of,benchmarks/gpu,$(GPU_BENCH)) $(AS_ASKED)

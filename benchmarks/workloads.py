@@ -120,6 +120,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        "cuda unaligned": Family("plain AdamW step on CUDA, gradients 8 bytes off alignment", 28),
         # Writes an fp32 element, and reads at most as many bytes of the source as a crop has.
         "cuda images": Family("images on CUDA: random resized crop, flip, normalize", 5, states=0),
         **{
@@ -223,7 +224,17 @@ class Arena:
         for gradient in self._source:
             gradient.mul_(work.true_norm * scale / squares**0.5)
         for parameter, gradient in zip(self.parameters, self._source, strict=True):
-            parameter.grad = gradient.clone()
+            parameter.grad = self._placed(gradient)
+
+    def _placed(self, gradient: Tensor) -> Tensor:
+        """A copy in new memory; as in a bucket behind other gradients, if the work is so."""
+        if self.work.family != "cuda unaligned":
+            return gradient.clone()
+        before = 8 // gradient.element_size()
+        bucket = torch.empty(
+            before + gradient.numel(), dtype=gradient.dtype, device=gradient.device
+        )
+        return bucket[before:].view(gradient.shape).copy_(gradient)
 
     def refill(self) -> None:
         """Restore every parameter's gradient, the last one first, as backward does.
@@ -232,7 +243,7 @@ class Arena:
         """
         for parameter, gradient in zip(self.parameters[::-1], self._source[::-1], strict=True):
             if parameter.grad is None or self.work.fresh_gradients:
-                parameter.grad = gradient.clone()
+                parameter.grad = self._placed(gradient)
             else:
                 parameter.grad.copy_(gradient)
         self._elsewhere.add_(1)

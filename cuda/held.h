@@ -12,14 +12,15 @@ enum {
 #define HELD FST_T(HELD)
 
 /* Takes an operand into account: a chunk is loaded by words only if all its operands can be; see
- * tile.h. 16-bit types in double cannot, as a thread holds too few elements. */
-FST_DEVICE void FST_T(share_with)(fst_share *share, const fst_device_operand *op)
+ * tile.h. 16-bit types in double cannot, as a thread holds too few elements. A `loose` operand need
+ * not be aligned, as fetch_items loads it. */
+FST_DEVICE void FST_T(share_with)(fst_share *share, const fst_device_operand *op, const int loose)
 {
     const unsigned size = fst_size_log2(op->dtype);
     const uint64_t address = op->data + ((uint64_t)share->begin << size);
     if (!op->data)
         return;
-    if (op->layout >= 0 || (address & 15u) || size > FST_T(SIZE_LOG2) ||
+    if (op->layout >= 0 || (!loose && (address & 15u)) || size > FST_T(SIZE_LOG2) ||
         size + FST_T(HELD_LOG2) < 4)
         share->whole = 0;
     else if (share->shift < 4u - size)
@@ -55,6 +56,39 @@ FST_DEVICE void FST_T(fetch)(const fst_tile *tile, const fst_place *place, fst_w
         words[0] = *FST_T(first_of)(tile, place);
     if (tile->has_second && place->dtype == FST_T(SELF))
         words[1] = *FST_T(second_of)(tile, place);
+}
+
+/* Whether an operand moves by elements: in float, one that is not aligned. */
+FST_DEVICE int FST_T(is_loose)(const fst_place *place)
+{
+    return sizeof(REAL) == sizeof(float) && place->dtype >= 0 && (place->at & 15u);
+}
+
+/* As fetch, of an operand that may be loose. Elements of 16 bits then take a place of 32 bits each,
+ * until pack is called. */
+FST_DEVICE void FST_T(fetch_items)(const fst_tile *tile, const fst_place *place, fst_words *words)
+{
+    if (!FST_T(is_loose)(place)) {
+        FST_T(fetch)(tile, place, words);
+        return;
+    }
+    words[0] = words[1] = fst_words_zero();
+    FST_UNROLL
+    for (unsigned q = 0; q < 8 && place->dtype == FST_F32; q++)
+        if (q < 4 ? tile->has_first : tile->has_second)
+            words[q / 4].word[q % 4] =
+                ((fst_item_4 *)(q < 4 ? FST_T(first_of)(tile, place)
+                                      : FST_T(second_of)(tile, place)))[q % 4];
+    FST_UNROLL
+    for (unsigned q = 0; q < 8 && place->dtype != FST_F32; q++)
+        if (tile->has_first)
+            words[q / 4].word[q % 4] = ((fst_item_8 *)FST_T(first_of)(tile, place))[q];
+}
+
+FST_DEVICE void FST_T(pack)(const fst_place *place, fst_words *words)
+{
+    if (FST_T(is_loose)(place) && place->dtype != FST_F32)
+        words[0] = fst_pack(words);
 }
 
 /* From words to numbers. */
@@ -107,6 +141,29 @@ FST_DEVICE void FST_T(store)(const fst_tile *tile, const fst_place *place, const
         *FST_T(first_of)(tile, place) = words[0];
     if (tile->has_second && place->dtype == FST_T(SELF))
         *FST_T(second_of)(tile, place) = words[1];
+}
+
+/* As store, to an operand that may be loose. */
+FST_DEVICE void FST_T(store_items)(const fst_tile *tile, const fst_place *place, const REAL *x,
+                                   const int any)
+{
+    fst_words words[2];
+    if (!FST_T(is_loose)(place)) {
+        FST_T(store)(tile, place, x, any);
+        return;
+    }
+    FST_T(narrow)(x, place->dtype, any, words);
+    FST_UNROLL
+    for (unsigned q = 0; q < 8 && place->dtype == FST_F32; q++)
+        if (q < 4 ? tile->has_first : tile->has_second)
+            ((fst_item_4 *)(q < 4 ? FST_T(first_of)(tile, place)
+                                  : FST_T(second_of)(tile, place)))[q % 4] =
+                words[q / 4].word[q % 4];
+    FST_UNROLL
+    for (unsigned q = 0; q < 8 && place->dtype != FST_F32; q++)
+        if (tile->has_first)
+            ((fst_item_8 *)FST_T(first_of)(tile, place))[q] =
+                (fst_item_8)fst_item_of(&words[0], q, 8);
 }
 
 /* A number that is rounded to a type. */

@@ -34,7 +34,8 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #undef REAL
 #undef FST_T
 
-#define FST_LAST_KNOWN FST_RULE_lion /* of the rules in rules.def that have such loops */
+#define FST_LAST_KNOWN FST_RULE_lion     /* of the rules in rules.def that have such loops */
+#define FST_LAST_LOOSE FST_RULE_momentum /* the same, for gradients that are not aligned */
 #define FST_TYPED_AS(name, type) name##_##type
 #define FST_TYPED(name, type) FST_TYPED_AS(name, type)
 #define MASTERS 0

@@ -43,10 +43,10 @@ FST_DEVICE void FST_T(reduce_words)(const fst_share *share, uint32_t base,
 }
 
 /* Reduces the elements that are not loaded by words, in the lanes that they would have had. */
-FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_operand *op,
-                                   const fst_reduction *what, double *lanes, int *seen)
+FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, uint32_t first,
+                                   const fst_device_operand *op, const fst_reduction *what,
+                                   double *lanes, int *seen)
 {
-    const uint32_t first = share->whole - share->whole % FST_LANES;
     for (uint32_t row = first; row < share->count; row += FST_LANES) {
         FST_UNROLL
         for (unsigned q = 0; q < 8; q++) {
@@ -61,19 +61,21 @@ FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_oper
     }
 }
 
-/* Squares most of a chunk's words by a loop that knows their type; returns how many elements. It is
+/* Squares most of a chunk by a loop that knows their type; returns how many elements. It is
  * 0 where a lane is not finite, and nothing is written: the loops that follow then take every
  * element again, and look for infinities and NaN, which large finite elements may make too. */
 FST_DEVICE uint32_t FST_T(square_most)(const fst_share *share, const fst_device_operand *op,
                                        const fst_reduction *what, double *lanes, int *seen)
 {
     const REAL factor = (REAL)what->factor;
+    const int loose = sizeof(REAL) == sizeof(float) && !share->whole;
     uint32_t base = 0;
     double sum = 0.0;
-    switch (op->dtype) {
-#define TYPE(dtype, name, items)                                                 \
-    case dtype:                                                                  \
-        base = square_known_##name(share, op, factor, what->write, lanes, seen); \
+    switch (op->layout < 0 ? op->dtype : -1) {
+#define TYPE(dtype, name, items)                                                         \
+    case dtype:                                                                          \
+        base = loose ? square_loose_##name(share, op, factor, what->write, lanes, seen)  \
+                     : square_known_##name(share, op, factor, what->write, lanes, seen); \
         break;
         FST_T(FST_REDUCED)
 #undef TYPE
@@ -98,7 +100,7 @@ FST_DEVICE double FST_T(reduce)(const fst_device_tables *tables, const fst_devic
     double lanes[8];
     uint32_t base = 0;
     fst_share share = fst_share_of(tables, chunk, threadIdx.x % FST_WARP, FST_WARP);
-    FST_T(share_with)(&share, op);
+    FST_T(share_with)(&share, op, 0);
     fst_share_close(&share);
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
@@ -107,8 +109,10 @@ FST_DEVICE double FST_T(reduce)(const fst_device_tables *tables, const fst_devic
         base = FST_T(square_most)(&share, op, what, lanes, seen);
     for (; base < share.whole; base += FST_T(TILES_OF_ROW) *FST_T(TILE))
         FST_T(reduce_words)(&share, base, op, what, lanes, seen);
+    if (share.whole)
+        base = share.whole - share.whole % FST_LANES;
     if (share.whole < share.count)
-        FST_T(reduce_rest)(&share, op, what, lanes, seen);
+        FST_T(reduce_rest)(&share, base, op, what, lanes, seen);
     return fst_fold_warp(lanes, share.shift, what->kind);
 }
 

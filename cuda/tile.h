@@ -80,6 +80,12 @@ FST_DEVICE fst_place fst_place_of(const fst_share *share, const fst_device_opera
     return place;
 }
 
+/* Whether an operand's elements of the chunk begin at a multiple of 16 bytes. */
+FST_DEVICE int fst_aligned(const fst_share *share, const fst_device_operand *op)
+{
+    return (fst_place_of(share, op).at & 15u) == 0;
+}
+
 /* Leaves a tile of 256 elements, that of a turn from an element on, to a slower way. */
 FST_DEVICE void fst_leave(uint64_t *tiles, uint32_t element, uint32_t turn)
 {

@@ -15,6 +15,17 @@ FST_DEVICE void FST_K(widen_word)(const fst_words *word, REAL *x)
 #endif
 }
 
+#if ITEMS != 2
+FST_DEVICE REAL FST_K(widen_item)(uint32_t item)
+{
+#if ITEMS == 4
+    return (REAL)fst_f32_of_bits(item);
+#else
+    return FST_WIDEN_16((uint16_t)item);
+#endif
+}
+#endif
+
 /* Rounds numbers that are not NaN. */
 FST_DEVICE fst_words FST_K(narrow_numbers)(const REAL *x)
 {
@@ -124,12 +135,6 @@ FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device
     return base;
 }
 
-/* The thread's lane of a chunk of an operand without a layout: the squares of every FST_LANES-th
- * element, one by one, with several loads at once. `write`, and lanes that are not finite, are as
- * in square_known. */
-FST_DEVICE double FST_K(square_lane)(const fst_share *share, const fst_device_operand *op,
-                                     REAL factor, const int write, int *seen)
-{
 #if ITEMS == 8
 #define ELEMENT uint16_t
 #define WIDEN FST_WIDEN_16
@@ -139,6 +144,42 @@ FST_DEVICE double FST_K(square_lane)(const fst_share *share, const fst_device_op
 #define WIDEN
 #define NARROW
 #endif
+/* As square_known, of an operand without a layout that is not aligned to 16 bytes: by elements, of
+ * which a thread's lie FST_WARP apart. */
+FST_DEVICE uint32_t FST_K(square_loose)(const fst_share *share, const fst_device_operand *op,
+                                        REAL factor, const int write, double *lanes, int *seen)
+{
+    const uint32_t at_once = FST_AT_ONCE * (write ? 2 : ITEMS), stride = FST_WARP * at_once;
+    ELEMENT *from = (ELEMENT *)fst_global(op->data) + share->begin + share->thread;
+    uint32_t base = 0;
+    for (; base + stride <= share->count; base += stride) {
+        ELEMENT held[FST_AT_ONCE * ITEMS];
+        FST_UNROLL
+        for (unsigned k = 0; k < at_once; k++)
+            held[k] = from[base + k * FST_WARP];
+        __syncwarp(); /* as in square_known */
+        FST_UNROLL
+        for (unsigned k = 0; k < at_once; k++) {
+            const REAL x = WIDEN(held[k]), product = x * factor;
+            lanes[k % 8] = FST_K(join_square)(lanes[k % 8], product, write);
+            if (write) {
+                *seen = x - x != (REAL)0 ? 1 : *seen;
+                from[base + k * FST_WARP] = NARROW(product);
+            }
+        }
+    }
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        lanes[q] = FST_K(lane_of)(lanes[q], write);
+    return base;
+}
+
+/* The thread's lane of a chunk of an operand without a layout: the squares of every FST_LANES-th
+ * element, one by one, with several loads at once. `write`, and lanes that are not finite, are as
+ * in square_known. */
+FST_DEVICE double FST_K(square_lane)(const fst_share *share, const fst_device_operand *op,
+                                     REAL factor, const int write, int *seen)
+{
     ELEMENT *from = (ELEMENT *)fst_global(op->data) + share->begin;
     ELEMENT held[FST_LANE_AT_ONCE];
     const uint32_t at_once = write ? FST_LANE_AT_ONCE / 2 : FST_LANE_AT_ONCE; /* as above */
@@ -164,8 +205,8 @@ FST_DEVICE double FST_K(square_lane)(const fst_share *share, const fst_device_op
         }
     }
     return FST_K(lane_of)(lane, write);
+}
 #undef ELEMENT
 #undef WIDEN
 #undef NARROW
-}
 #endif

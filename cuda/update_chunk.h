@@ -114,11 +114,13 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
         return 1;
     if (has_master)
         master = fst_place_of(share, &op[FST_OP_MASTER]);
+    FST_T(fetch_items)(&tile, &at[FST_OP_GRAD], words[FST_OP_GRAD]);
     FST_T(fetch)(&tile, &master, words[FST_OP_MASTER]);
     FST_UNROLL
     for (unsigned k = 0; k < FST_OP_COUNT; k++)
-        if (k != FST_OP_MASTER)
+        if (k != FST_OP_MASTER && k != FST_OP_GRAD)
             FST_T(fetch)(&tile, &at[k], words[k]);
+    FST_T(pack)(&at[FST_OP_GRAD], words[FST_OP_GRAD]);
     FST_T(widen)(words[FST_OP_PARAM], at[FST_OP_PARAM].dtype, x.p);
     if (has_master)
         FST_T(take_newer)(words[FST_OP_MASTER], master.dtype, at[FST_OP_PARAM].dtype, x.p);
@@ -135,7 +137,7 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
         FST_T(places_of)(share, op, at);
     }
     if (write_grad)
-        FST_T(store)(&tile, &at[FST_OP_GRAD], x.g, !quick);
+        FST_T(store_items)(&tile, &at[FST_OP_GRAD], x.g, !quick);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
         if (at[FST_OP_STATE + k].dtype >= 0)
@@ -189,11 +191,12 @@ FST_DEVICE void FST_T(accumulate)(const fst_device_tables *tables, const fst_dev
 {
     fst_share share = fst_share_of(tables, chunk, threadIdx.x, FST_DEVICE_BLOCK);
     const fst_place result = fst_place_of(&share, &op[0]);
+    const int loose = sizeof(REAL) == sizeof(float);
     fst_place at[3];
-    FST_T(share_with)(&share, &op[0]);
-    FST_T(share_with)(&share, &op[1]);
+    FST_T(share_with)(&share, &op[0], 0);
+    FST_T(share_with)(&share, &op[1], loose);
     if (two)
-        FST_T(share_with)(&share, &op[2]);
+        FST_T(share_with)(&share, &op[2], loose);
     fst_share_close(&share);
     FST_UNROLL
     for (unsigned k = 0; k < 3; k++) {
@@ -206,10 +209,12 @@ FST_DEVICE void FST_T(accumulate)(const fst_device_tables *tables, const fst_dev
         REAL x[3][HELD];
         FST_UNROLL
         for (unsigned k = 0; k < 3; k++)
-            FST_T(fetch)(&tile, &at[k], words[k]);
+            FST_T(fetch_items)(&tile, &at[k], words[k]);
         FST_UNROLL
-        for (unsigned k = 0; k < 3; k++)
+        for (unsigned k = 0; k < 3; k++) {
+            FST_T(pack)(&at[k], words[k]);
             FST_T(widen)(words[k], at[k].dtype, x[k]);
+        }
         FST_UNROLL
         for (unsigned q = 0; q < HELD; q++)
             x[0][q] = FST_T(summed)(x[0][q], x[1][q], x[2][q], two, factor, start);
@@ -235,7 +240,7 @@ FST_DEVICE void FST_T(change)(const fst_device_tables *tables, const fst_device_
 {
     fst_share share = fst_share_of(tables, chunk, threadIdx.x, FST_DEVICE_BLOCK);
     const fst_place at = fst_place_of(&share, op);
-    FST_T(share_with)(&share, op);
+    FST_T(share_with)(&share, op, 0);
     fst_share_close(&share);
     for (uint32_t base = 0; base < share.whole; base += FST_DEVICE_BLOCK * HELD) {
         const fst_tile tile = FST_T(tile_of)(&share, base);

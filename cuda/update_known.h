@@ -7,7 +7,10 @@
  * of an iteration are issued before the first of them is waited for; addresses and arguments are in
  * registers. Roots and quotients are taken by quick_math.h. Where these are not sure, the thread
  * stores nothing of the tile and sets its bit in `unsure`. Rules behind
- * FST_LAST_KNOWN have no such loop. */
+ * FST_LAST_KNOWN have no such loop.
+ *
+ * Where the gradient is not aligned to 16 bytes (`loose`), rules up to FST_LAST_LOOSE have a loop
+ * that moves it by elements, with fewer turns. */
 
 enum {
     FST_K(PARAM_WORDS) = 8 / PARAM_ITEMS, /* of a thread's 8 elements */
@@ -50,14 +53,29 @@ FST_DEVICE fst_words *FST_K(word_of)(fst_words *first, uint32_t base, unsigned t
     return of_base + run * FST_WARP * words_of_run + n % words_of_run;
 }
 
-FST_DEVICE void FST_K(load)(const FST_K(fst_places) * at, uint32_t base, unsigned turn, int states,
-                            FST_K(fst_loaded) * words)
+/* A thread's element q of a turn, of a gradient. */
+FST_DEVICE FST_ITEM(PARAM_ITEMS) *
+    FST_K(item_of)(fst_words *first, uint32_t base, unsigned turn, unsigned q)
 {
-    FST_UNROLL
-    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
-        words->param[n] = *FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS);
-        words->grad[n] = *FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS);
+    fst_words *word = FST_K(word_of)(first, base, turn, q / PARAM_ITEMS, PARAM_ITEMS);
+    return (FST_ITEM(PARAM_ITEMS) *)word + q % PARAM_ITEMS;
+}
+
+FST_DEVICE void FST_K(load)(const FST_K(fst_places) * at, uint32_t base, unsigned turn,
+                            const int loose, int states, FST_K(fst_loaded) * words)
+{
+    if (loose) {
+        FST_UNROLL
+        for (unsigned q = 0; q < 8; q++)
+            words->grad[q / 4].word[q % 4] = *FST_K(item_of)(at->grad, base, turn, q);
+    } else {
+        FST_UNROLL
+        for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++)
+            words->grad[n] = *FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS);
     }
+    FST_UNROLL
+    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++)
+        words->param[n] = *FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS);
 #if MASTERS
     words->master[0] = *FST_K(word_of)(at->master, base, turn, 0, 4);
     words->master[1] = *FST_K(word_of)(at->master, base, turn, 1, 4);
@@ -98,10 +116,13 @@ FST_DEVICE int FST_K(has_other)(const fst_device_operand *op)
                 FST_TYPED(widen_word, type)(&narrow, &rounded[n * PARAM_ITEMS]);   \
             }                                                                      \
         }                                                                          \
+        FST_UNROLL                                                                 \
+        for (unsigned q = 0; loose && q < 8; q++)                                  \
+            x->g[q] = FST_TYPED(widen_item, type)(words->grad[q / 4].word[q % 4]); \
     } while (0)
 
-FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, int other, int states,
-                             fst_held_f32 *x)
+FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, const int loose, int other,
+                             int states, fst_held_f32 *x)
 {
     float master[8] = {0}, rounded[8] = {0};
     FST_UNROLL
@@ -152,35 +173,44 @@ FST_DEVICE void FST_K(store)(const FST_K(fst_places) * at, uint32_t base, unsign
 /* Stores the gradients unscaled and clipped, from what was loaded: those that the rule was given
  * have the sign of a maximization, and weight decay. */
 FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, unsigned turn,
-                                  int other, const FST_K(fst_loaded) * words,
+                                  const int loose, int other, const FST_K(fst_loaded) * words,
                                   const fst_step_f32 *step)
 {
     FST_UNROLL
     for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
-        fst_words *to = FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS);
+        fst_words to;
         float x[PARAM_ITEMS];
+        fst_words from = words->grad[n];
+        if (PARAM_ITEMS == 8 && loose)
+            from = fst_pack(words->grad);
         if (other)
-            FST_TYPED(widen_word, OR_PARAM)(&words->grad[n], x);
+            FST_TYPED(widen_word, OR_PARAM)(&from, x);
         else
-            FST_TYPED(widen_word, PARAM)(&words->grad[n], x);
+            FST_TYPED(widen_word, PARAM)(&from, x);
         FST_UNROLL
         for (unsigned q = 0; q < PARAM_ITEMS; q++)
             x[q] = x[q] * step->inv_scale * step->coefficient;
         if (other)
-            *to = FST_TYPED(narrow_word, OR_PARAM)(x);
+            to = FST_TYPED(narrow_word, OR_PARAM)(x);
         else
-            *to = FST_TYPED(narrow_word, PARAM)(x);
+            to = FST_TYPED(narrow_word, PARAM)(x);
+        if (!loose)
+            *FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS) = to;
+        FST_UNROLL
+        for (unsigned q = 0; loose && q < PARAM_ITEMS; q++)
+            *FST_K(item_of)(at->grad, base, turn, n * PARAM_ITEMS + q) =
+                (FST_ITEM(PARAM_ITEMS))fst_item_of(&to, q, PARAM_ITEMS);
     }
 }
 
 /* So many that a thread has some 8 loads in flight. */
 #define WORDS(states) (2 * FST_K(PARAM_WORDS) + 2 * MASTERS + (states) * FST_K(STATE_WORDS))
-#define TURNS(states) (WORDS(states) <= 2 ? 4 : WORDS(states) <= 4 ? 2 : 1)
+#define TURNS(states) (WORDS(states) <= 2 && !loose ? 4 : WORDS(states) <= 4 ? 2 : 1)
 
 #define RULE(name, states, hyper)                                                                 \
     FST_DEVICE uint32_t FST_K(name##_known)(const fst_share *share, const fst_device_operand *op, \
                                             const fst_step_f32 *step, const int write_grad,       \
-                                            uint64_t *unsure)                                     \
+                                            const int loose, uint64_t *unsure)                    \
     {                                                                                             \
         const uint32_t run = 8 * FST_WARP * TURNS(states);                                        \
         const uint32_t stride = step->warps * run, known = share->whole - share->whole % run;     \
@@ -189,15 +219,15 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
         const float inv_scale = step->inv_scale, coefficient = step->sign * step->coefficient;    \
         const FST_K(fst_places) at = FST_K(places_of)(share, op, states);                         \
         for (uint32_t base = step->warp * run; base < known; base += stride) {                    \
-            FST_K(fst_loaded) words[TURNS(states)];                                               \
+            FST_K(fst_loaded) words[4];                                                           \
             FST_UNROLL                                                                            \
             for (unsigned turn = 0; turn < TURNS(states); turn++)                                 \
-                FST_K(load)(&at, base, turn, states, &words[turn]);                               \
+                FST_K(load)(&at, base, turn, loose, states, &words[turn]);                        \
             __syncwarp(); /* nvcc moves no load past it */                                        \
             FST_UNROLL                                                                            \
             for (unsigned turn = 0; turn < TURNS(states); turn++) {                               \
                 fst_held_f32 x;                                                                   \
-                FST_K(widen)(&words[turn], other, states, &x);                                    \
+                FST_K(widen)(&words[turn], loose, other, states, &x);                             \
                 FST_UNROLL                                                                        \
                 for (unsigned q = 0; q < 8; q++)                                                  \
                     x.g[q] = x.g[q] * inv_scale * coefficient;                                    \
@@ -217,7 +247,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
                         continue;                                                                 \
                     }                                                                             \
                     if (write_grad)                                                               \
-                        FST_K(store_grad)(&at, base, turn, other, &words[turn], step);            \
+                        FST_K(store_grad)(&at, base, turn, loose, other, &words[turn], step);     \
                 }                                                                                 \
                 FST_K(store)(&at, base, turn, other, states, &x);                                 \
             }                                                                                     \
@@ -235,12 +265,15 @@ FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device
                                         const fst_step_f32 *step, const int write_grad,
                                         uint64_t *unsure)
 {
+    const int loose = fst_uniform(!fst_aligned(share, &op[FST_OP_GRAD]));
     switch (step->rule) {
-#define RULE(name, states, hyper)                                             \
-    case FST_RULE_##name:                                                     \
-        return FST_RULE_##name <= FST_LAST_KNOWN                              \
-                   ? FST_K(name##_known)(share, op, step, write_grad, unsure) \
-                   : 0;
+#define RULE(name, states, hyper)                                               \
+    case FST_RULE_##name:                                                       \
+        if (!loose && FST_RULE_##name <= FST_LAST_KNOWN)                        \
+            return FST_K(name##_known)(share, op, step, write_grad, 0, unsure); \
+        if (loose && FST_RULE_##name <= FST_LAST_LOOSE)                         \
+            return FST_K(name##_known)(share, op, step, write_grad, 1, unsure); \
+        return 0;
 #include "rules/rules.def"
 #undef RULE
     default:

@@ -20,7 +20,7 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
     step.warp = warp;
     step.warps = warps;
     for (unsigned k = 0; k < FST_OP_COUNT; k++)
-        FST_T(share_with)(&share, &op[k]);
+        FST_T(share_with)(&share, &op[k], k == FST_OP_GRAD && sizeof(REAL) == sizeof(float));
     fst_share_close(&share);
     uint32_t base = warp * tile, rest = share.whole + warp * FST_WARP + share.thread;
     uint32_t here = 0, left = 0; /* elements of a tile that are taken one by one */

@@ -34,6 +34,12 @@ typedef struct __attribute__((aligned(16), may_alias)) {
     uint32_t word[4];
 } fst_words;
 
+/* An element, of which a word holds 4 or 8. */
+typedef uint32_t __attribute__((may_alias)) fst_item_4;
+typedef uint16_t __attribute__((may_alias)) fst_item_8;
+#define FST_ITEM_OF(items) fst_item_##items
+#define FST_ITEM(items) FST_ITEM_OF(items)
+
 /* A pointer to global memory. nvcc uses faster instructions where it knows the kind of memory. */
 FST_DEVICE void *fst_global(uint64_t address)
 {
@@ -91,6 +97,22 @@ FST_DEVICE fst_words fst_words_zero(void)
     for (unsigned k = 0; k < 4; k++)
         zero.word[k] = 0;
     return zero;
+}
+
+/* Element q of a word that holds 4 or 8. */
+FST_DEVICE uint32_t fst_item_of(const fst_words *word, unsigned q, unsigned items)
+{
+    return items == 4 ? word->word[q] : word->word[q / 2] >> q % 2 * 16 & 0xFFFFu;
+}
+
+/* A word of 8 elements of 16 bits, of which `items` hold one in each place. */
+FST_DEVICE fst_words fst_pack(const fst_words *items)
+{
+    fst_words word;
+    FST_UNROLL
+    for (unsigned n = 0; n < 4; n++)
+        word.word[n] = items[n / 2].word[n % 2 * 2] | items[n / 2].word[n % 2 * 2 + 1] << 16;
+    return word;
 }
 
 FST_DEVICE uint32_t fst_lowest_bit(uint64_t bits)

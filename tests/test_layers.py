@@ -78,7 +78,10 @@ MAY_IMPORT = {
             "zero",
         ),
     },
-    "run": {"accumulation", "amp", "clip", "data.stats", "data", "memory", "nn", "optim", "zero"},
+    "run": {
+        *("_C", "_devices", "accumulation", "amp", "clip", "data.stats", "data", "memory", "nn"),
+        *("optim", "zero"),
+    },
     "doctor": {*TORCH, "memory", "run"},
     "cli": {*TORCH, "faststep", "data", "doctor", "run"},
     "__main__": {"cli"},

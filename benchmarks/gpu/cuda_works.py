@@ -58,7 +58,8 @@ def _shapes() -> dict[str, Shapes]:
 
 
 def cuda_works() -> list[Work]:
-    """The chain in fp32, what one does without a loss scale in bf16, and the plain step in both."""
+    """The chain in fp32, what one does without a loss scale in bf16, and the plain step in both,
+    also on gradients as in buckets of DistributedDataParallel."""
     shapes, sets = _shapes(), (*LARGE, MANY)
     plain = (OURS, FUSED, FOREACH)  # compiling takes its time: only where clipping is measured
     rows = [
@@ -67,6 +68,7 @@ def cuda_works() -> list[Work]:
         ("cuda adamw", PLAIN, torch.float32, plain),
         *(("cuda adamw", name, torch.float32, plain) for name in sets),
         *(("cuda adamw", name, torch.bfloat16, plain) for name in sets),
+        *(("cuda unaligned", "GPT-2 small", dtype, plain) for dtype in NAMES),
     ]
     return [
         Work(family, f"{name}, {NAMES[dtype]}", shapes[name], dtype=dtype, only=only)

@@ -8,10 +8,12 @@ typedef enum {
     FST_BAD_VALUE,
     FST_UNSUPPORTED,
     FST_DEVICE_FAILED, /* a call of a device's driver returned an error */
+    FST_DEVICE_LOST,   /* the same, and so will every later call in this process */
 } fst_code;
 
 typedef struct {
     fst_code code;
+    int device_error; /* what a device's driver returned, 0 if it did not fail */
     char message[400];
 } fst_status;
 

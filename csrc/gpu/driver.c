@@ -32,10 +32,36 @@ static void note_fork(void)
     opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
+/* Whether an error stays with the context. A kernel causes it, and the next calls return it. */
+static int is_lasting(cu_result result)
+{
+    switch (result) {
+    case CU_ECC_UNCORRECTABLE:
+    case CU_NVLINK_UNCORRECTABLE:
+    case CU_ILLEGAL_ADDRESS:
+    case CU_LAUNCH_TIMEOUT:
+    case CU_ASSERT:
+        return 1;
+    default:
+        return result >= CU_HARDWARE_STACK_ERROR && result <= CU_LAUNCH_FAILED;
+    }
+}
+
+/* An error that may be of earlier work, in torch's words. */
+static fst_code lost(const char *call, const char *kernel, const char *place, const char *name,
+                     const char *text, fst_status *status)
+{
+    return fst_fail(status, FST_DEVICE_LOST,
+                    "CUDA error: %s (%s), returned by %s%s%s%s. It may be of earlier work on the "
+                    "device, such as a kernel of the script. For debugging consider passing "
+                    "CUDA_LAUNCH_BLOCKING=1",
+                    text, name, call, kernel ? " of " : "", kernel ? kernel : "", place);
+}
+
 static fst_code failed(cu_result result, const char *call, const char *kernel, int device,
                        fst_status *status)
 {
-    const fst_code code = result == CU_OUT_OF_MEMORY ? FST_NO_MEMORY : FST_DEVICE_FAILED;
+    const int full = result == CU_OUT_OF_MEMORY;
     const char *name = NULL, *text = NULL;
     char place[32] = "";
     if (cu.cuGetErrorName(result, &name) || !name)
@@ -44,7 +70,11 @@ static fst_code failed(cu_result result, const char *call, const char *kernel, i
         text = "no description";
     if (device >= 0)
         snprintf(place, sizeof place, " on CUDA device %d", device);
-    return fst_fail(status, code, "%s%s%s%s: %s (%s)", call, kernel ? " of " : "",
+    status->device_error = (int)result;
+    if (is_lasting(result))
+        return lost(call, kernel, place, name, text, status);
+    return fst_fail(status, full ? FST_NO_MEMORY : FST_DEVICE_FAILED, "%s%s%s%s%s: %s (%s)",
+                    full ? "CUDA out of memory. " : "", call, kernel ? " of " : "",
                     kernel ? kernel : "", place, name, text);
 }
 

@@ -9,7 +9,14 @@ typedef int cu_result;
 typedef void (*cu_host_function)(void *argument);
 enum {
     CU_OUT_OF_MEMORY = 2,
+    CU_ECC_UNCORRECTABLE = 214,
+    CU_NVLINK_UNCORRECTABLE = 220,
     CU_NOT_READY = 600,
+    CU_ILLEGAL_ADDRESS = 700,
+    CU_LAUNCH_TIMEOUT = 702,
+    CU_ASSERT = 710,
+    CU_HARDWARE_STACK_ERROR = 714, /* and up to the next, errors of instructions */
+    CU_LAUNCH_FAILED = 719,
     CU_MULTIPROCESSOR_COUNT = 16,
     CU_CAPABILITY_MAJOR = 75,
     CU_CAPABILITY_MINOR = 76,

@@ -33,7 +33,12 @@ def test_shapes_of_llama() -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("cuda chain", torch.float32), ("cuda clip", torch.bfloat16), ("cuda adamw", torch.float32)],
+    [
+        ("cuda chain", torch.float32),
+        ("cuda clip", torch.bfloat16),
+        ("cuda adamw", torch.float32),
+        ("cuda unaligned", torch.bfloat16),
+    ],
 )
 def test_every_contender_does_the_same_step(family: str, dtype: torch.dtype) -> None:
     work = Work(family, "", ((33,), (4, 5)), dtype=dtype)
@@ -41,7 +46,9 @@ def test_every_contender_does_the_same_step(family: str, dtype: torch.dtype) -> 
     expected = Arena(work)
     for p in expected.parameters:
         p.grad.div_(scale)
-    if family != "cuda adamw":
+    off = 8 if family == "cuda unaligned" else 0
+    assert {p.grad.data_ptr() % 16 for p in expected.parameters} == {off}
+    if family not in ("cuda adamw", "cuda unaligned"):
         torch.nn.utils.clip_grad_norm_(expected.parameters, 1.0)
     torch.optim.AdamW(expected.parameters, lr=1e-4, fused=True).step()
     contenders = cuda_contenders.cuda_contenders_of(work)

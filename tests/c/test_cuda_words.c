@@ -1,5 +1,7 @@
 /* Which elements of a chunk go by words of 16 bytes: all of them where every operand is contiguous
- * and aligned, of whatever type, but for the last few; none where one operand is not. */
+ * and aligned, of whatever type, but for the last few; none where one operand is not, and is not
+ * loose.
+ */
 #define SIMT_KERNELS
 #include "simt.h"
 
@@ -15,17 +17,18 @@ static fst_device_operand operand(fst_dtype dtype, uint64_t address)
     return (fst_device_operand){.data = address, .layout = -1, .dtype = (int32_t)dtype};
 }
 
-/* How many elements go by words, of a chunk with two operands. */
-static fst_share share_of(int wide, const fst_device_operand *a, const fst_device_operand *b)
+/* How many elements go by words, of a chunk with two operands, of which the second may be loose. */
+static fst_share share_of(int wide, const fst_device_operand *a, const fst_device_operand *b,
+                          int loose)
 {
     const fst_device_chunk chunk = {.begin = BEGIN, .count = COUNT};
     fst_share share = fst_share_of(&tables, &chunk, 0, FST_DEVICE_BLOCK);
     if (wide) {
-        share_with_f64(&share, a);
-        share_with_f64(&share, b);
+        share_with_f64(&share, a, 0);
+        share_with_f64(&share, b, loose);
     } else {
-        share_with_f32(&share, a);
-        share_with_f32(&share, b);
+        share_with_f32(&share, a, 0);
+        share_with_f32(&share, b, loose);
     }
     fst_share_close(&share);
     return share;
@@ -47,7 +50,7 @@ static uint32_t run_of(fst_dtype a, fst_dtype b)
 static void aligned_operands(int wide, fst_dtype a, fst_dtype b)
 {
     const fst_device_operand first = operand(a, ALIGNED), second = operand(b, ALIGNED + 4096);
-    const fst_share share = share_of(wide, &first, &second);
+    const fst_share share = share_of(wide, &first, &second, 0);
     const uint32_t run = run_of(a, b);
     if (!goes_by_words(wide, a) || !goes_by_words(wide, b)) {
         CHECK_INT(share.whole, 0);
@@ -57,19 +60,32 @@ static void aligned_operands(int wide, fst_dtype a, fst_dtype b)
     CHECK_INT(1u << share.shift, run);
 }
 
+/* A loose operand goes by words from every address, with the run of an aligned one. */
+static void loose_operands(int wide, fst_dtype a, fst_dtype b)
+{
+    const fst_device_operand first = operand(a, ALIGNED), aligned = operand(b, ALIGNED);
+    const fst_share want = share_of(wide, &first, &aligned, 0);
+    for (uint64_t off = fst_dtype_size(b); off < 16; off += fst_dtype_size(b)) {
+        const fst_device_operand second = operand(b, ALIGNED + off);
+        const fst_share share = share_of(wide, &first, &second, 1);
+        CHECK_INT(share.whole, want.whole);
+        CHECK_INT(share.shift, want.shift);
+    }
+}
+
 /* Each step off the alignment that a tensor of the type can have, and a layout. */
 static void other_operands(int wide, fst_dtype a, fst_dtype b)
 {
     const fst_device_operand first = operand(a, ALIGNED);
     for (uint64_t off = fst_dtype_size(b); off < 16; off += fst_dtype_size(b)) {
         const fst_device_operand second = operand(b, ALIGNED + off);
-        CHECK_INT(share_of(wide, &first, &second).whole, 0);
-        CHECK_INT(share_of(wide, &second, &first).whole, 0);
+        CHECK_INT(share_of(wide, &first, &second, 0).whole, 0);
+        CHECK_INT(share_of(wide, &second, &first, 0).whole, 0);
     }
     fst_device_operand strided = operand(b, ALIGNED);
     strided.layout = 0;
-    CHECK_INT(share_of(wide, &first, &strided).whole, 0);
-    CHECK_INT(share_of(wide, &strided, &first).shift, 0);
+    CHECK_INT(share_of(wide, &first, &strided, 1).whole, 0);
+    CHECK_INT(share_of(wide, &strided, &first, 0).shift, 0);
 }
 
 /* Threads have every element of a tile once, and of a word all of it. */
@@ -98,8 +114,9 @@ int main(void)
             for (int b = 0; b < FST_DTYPE_COUNT; b++) {
                 aligned_operands(wide, (fst_dtype)a, (fst_dtype)b);
                 other_operands(wide, (fst_dtype)a, (fst_dtype)b);
+                loose_operands(wide, (fst_dtype)a, (fst_dtype)b);
             }
-    CHECK_INT(share_of(0, &absent, &there).whole, COUNT / 8 * 8);
+    CHECK_INT(share_of(0, &absent, &there, 0).whole, COUNT / 8 * 8);
     for (unsigned shift = 0; shift <= 3; shift++)
         threads_share_a_tile(shift);
     return check_report();

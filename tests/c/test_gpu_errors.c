@@ -21,6 +21,7 @@ static void check_message(const fst_status *status, const char *call)
     failed_steps++;
     CHECK_INT(status->code, FST_NO_MEMORY);
     CHECK_CONTAINS(status->message, call);
+    CHECK_CONTAINS(status->message, "CUDA out of memory. ");
     CHECK_CONTAINS(status->message, "CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
     if (strcmp(call, "cuInit"))
         CHECK_CONTAINS(status->message, "on CUDA device ");
@@ -161,8 +162,12 @@ static void sticky_error(void *argument)
     (void)argument;
     CHECK_INT(model_step(m, NULL, &status), FST_OK);
     fake_cuda_fail("cuLaunchKernel", 2, 719);
-    CHECK_INT(model_step(m, NULL, &status), FST_DEVICE_FAILED);
-    CHECK_CONTAINS(status.message, "cuLaunchKernel of fst_update on CUDA device 1: ");
+    CHECK_INT(model_step(m, NULL, &status), FST_DEVICE_LOST);
+    CHECK_INT(status.device_error, 719);
+    CHECK_CONTAINS(status.message, "CUDA error: ");
+    CHECK_CONTAINS(status.message, "returned by cuLaunchKernel of fst_update on CUDA device 1. ");
+    CHECK_CONTAINS(status.message, "may be of earlier work on the device");
+    CHECK_CONTAINS(status.message, "CUDA_LAUNCH_BLOCKING=1");
     model_free(m);
     nothing_lives();
 }

@@ -7,6 +7,7 @@
 typedef enum {
     ALIGNED,
     MISALIGNED,
+    GRAD_MISALIGNED,
     BY_STRIDES,
     BY_COLUMNS,
     BY_SIGNS,
@@ -39,11 +40,9 @@ static inline array *new_array(fst_dtype dtype, placement how, int64_t count)
     if (how == MIXED)
         how = (placement)random_below(MIXED);
     static const arrangement arrangements[] = {
-        [MISALIGNED] = FLAT,
-        [BY_STRIDES] = STRIDED,
-        [BY_COLUMNS] = TRANSPOSED,
-        [BY_SIGNS] = NEGATED,
-        [BY_SIGNS_AND_COLUMNS] = NEGATED_TRANSPOSED,
+        [MISALIGNED] = FLAT,    [GRAD_MISALIGNED] = FLAT,
+        [BY_STRIDES] = STRIDED, [BY_COLUMNS] = TRANSPOSED,
+        [BY_SIGNS] = NEGATED,   [BY_SIGNS_AND_COLUMNS] = NEGATED_TRANSPOSED,
     };
     return how == ALIGNED ? array_new_aligned(dtype, count)
                           : array_new(dtype, arrangements[how], count);
@@ -52,6 +51,8 @@ static inline array *new_array(fst_dtype dtype, placement how, int64_t count)
 static inline void add_operand(model *m, param *p, int role, fst_dtype dtype, placement how,
                                double (*value)(void))
 {
+    if (how == GRAD_MISALIGNED)
+        how = role == FST_OP_GRAD ? MISALIGNED : ALIGNED;
     array *a = new_array(dtype, how, p->count);
     array_fill(a, value);
     p->array[role] = m->array_count;

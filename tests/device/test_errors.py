@@ -153,7 +153,7 @@ def test_errors_of_a_step_name_a_parameter(machine: fake.Machine) -> None:
     optimizer = faststep.optim.SGD([{"params": group} for group in names], lr=0.1)
     for first in (True, False):
         pair.set_grads([torch.ones(1), None, None if first else torch.ones(3), torch.ones(4)])
-        machine.fail("cuLaunchKernel", 4, 719)  # the update on the second device
+        machine.fail("cuLaunchKernel", 4, 1)  # the update on the second device
         with pytest.raises(RuntimeError, match="cuLaunchKernel of fst_update on CUDA dev") as info:
             optimizer.step()
         who = "1 in group 1 ('d', shape (4,)" if first else "0 in group 1 ('c', shape (3,)"
@@ -175,7 +175,7 @@ def test_errors_of_a_list_name_a_tensor(machine: fake.Machine, call: str) -> Non
         lambda: faststep.clip_grad_value_(pair.cuda, 0.5),
         lambda: _C.device_accumulate(sums, grads, 1.0, False),
     ):
-        machine.fail(call, 1, 719)
+        machine.fail(call, 1, 1)
         with pytest.raises(RuntimeError, match=call) as info:
             use()
         assert "for 2 tensors, of which the first has the shape (2, 3)" in str(info.value)
@@ -208,6 +208,67 @@ def test_memory_that_torch_holds_is_given_back(
     optimizer.step()
     assert emptied == [1]
     assert not torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))
+
+
+def test_lists_have_torch_give_its_memory_back() -> None:
+    """As a step does. Programs that look for a batch size look for torch's error and its words. The
+    lists are longer and longer, because the module keeps the memory of its tables."""
+    out = run_python(
+        SETUP
+        + """
+from faststep import _C
+emptied = []
+def empty_cache():
+    emptied.append(1)
+    machine.fail("cuMemAlloc_v2", int(again), 2)
+patch.setattr(torch.cuda, "empty_cache", empty_cache)
+one, found = fake.claim(torch.ones(())), fake.claim(torch.zeros(()))
+for i, what in enumerate(("clip", "clamp", "unscale", "accumulate", "squares")):
+    count = 300 << i
+    params = [fake.parameter(torch.ones(3)) for _ in range(count)]
+    grads, sums = ([fake.claim(torch.ones(3)) for _ in range(count)] for _ in range(2))
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    squares = fake.claim(torch.zeros(count, dtype=torch.float64))
+    use = {
+        "clip": lambda: faststep.clip_grad_norm_(params, 0.5),
+        "clamp": lambda: faststep.clip_grad_value_(params, 0.5),
+        "unscale": lambda: _C.device_unscale(grads, one, found, False),
+        "accumulate": lambda: _C.device_accumulate(sums, grads, 1.0, True),
+        "squares": lambda: _C.device_chunk_squares(grads, None, squares, found),
+    }[what]
+    for again in (True, False):
+        machine.fail("cuMemAlloc_v2", 1, 2)
+        emptied.clear()
+        try:
+            use()
+            error = ""
+        except torch.OutOfMemoryError as raised:
+            error = str(raised)
+        print(what, len(emptied), "CUDA out of memory. cuMemAlloc_v2 on" in error, len(error) > 0)
+"""
+    )
+    whats = ("clip", "clamp", "unscale", "accumulate", "squares")
+    each = [f"{what} 1 {failed} {failed}" for what in whats for failed in (True, False)]
+    assert out.splitlines() == each
+
+
+@pytest.mark.parametrize("what", ["step", "clip_grad_norm_"])
+@pytest.mark.parametrize("error", [214, 700, 702, 710, 716, 719])
+def test_an_error_that_may_be_of_earlier_work_blames_no_parameter(
+    machine: fake.Machine, what: str, error: int
+) -> None:
+    pair = Twins([torch.ones(3)])
+    pair.set_grads([torch.ones(3)])
+    optimizer = faststep.optim.AdamW(pair.cuda)
+    machine.fail("cuLaunchKernel", 1, error)
+    with pytest.raises(torch.AcceleratorError, match=r"^CUDA error: ") as info:
+        optimizer.step() if what == "step" else faststep.clip_grad_norm_(pair.cuda, 0.5)
+    assert info.value.error_code == error
+    assert "may be of earlier work" in str(info.value)
+    assert "CUDA_LAUNCH_BLOCKING=1" in str(info.value)
+    assert "parameter" not in str(info.value)
+    assert "tensors" not in str(info.value)
 
 
 def test_a_forked_child_says_so(programs: Programs) -> None:

@@ -5,6 +5,8 @@ All of a process claim to lie on the device here, as a type is looked at once.
 
 from __future__ import annotations
 
+import pytest
+
 from optim.declarations import ALL
 from optim.test_mutation import CHANGES as CHANGES_OF_SCRIPTS
 from programs import Programs
@@ -85,6 +87,8 @@ import ctypes, hashlib, warnings
 import torch, faststep
 from device import fake
 from optim.common import parameters, train
+import pytest
+
 from optim.declarations import ALL
 from optim.test_mutation import CHANGES, SHAPES
 
@@ -180,3 +184,98 @@ print("freed", old() is None)
 """,
     )
     assert "freed True" in out
+
+
+RELEASE = """
+import faststep
+from faststep.release import Release
+in_python = []
+hooked = Release.hooked
+def counted(self, param):
+    in_python.append(param)
+    hooked(self, param)
+Release.hooked = counted
+
+def train(limit, release=True):
+    params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, n)) for n in SIZES]
+    made = [faststep.optim.AdamW(params, max_grad_norm=limit)]
+    if release:
+        clip = None if limit is None else "per_parameter"
+        held = faststep.release_gradients(torch.nn.ParameterList(params), *made, clip=clip)
+        hooks = [held._places.of(p).hook for p in params]
+    else:
+        made = [faststep.optim.AdamW([p], max_grad_norm=limit) for p in params]
+    calls = []
+    for step in range(4):
+        in_python.clear()
+        for i, p in enumerate(params):
+            p.grad = torch.full_like(p, step - i + 0.5)
+            if release:
+                hooks[i](p)
+                assert p.grad is None
+        for optimizer in made:
+            optimizer.step()
+        calls.append(len(in_python))
+    return calls, params
+"""
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_release_calls_python_once_per_step(programs: Programs, limit: float | None) -> None:
+    """The first gradient of a group makes its rule; the others are updated in C, with the bits of
+    steps on the host."""
+    on_host = forked(programs, TRAIN + RELEASE + f"_, params = train({limit}, False)" + DIGEST)
+    on_device = forked(
+        programs,
+        TRAIN
+        + RELEASE
+        + CLAIM
+        + f"""
+calls, params = train({limit})
+lib.fake_cuda_synchronize()
+assert lib.fake_cuda_complaint() is None
+assert calls == [3, 1, 1, 1], calls
+"""
+        + DIGEST,
+    )
+    assert on_device == on_host
+
+
+def test_a_released_update_that_fails(programs: Programs) -> None:
+    """Without memory at once Python makes room; a failed launch is said in the driver's words."""
+    out = forked(
+        programs,
+        TRAIN
+        + RELEASE
+        + CLAIM
+        + """
+params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 5)]
+optimizer = faststep.optim.AdamW(params)
+held = faststep.release_gradients(torch.nn.ParameterList(params), optimizer)
+hooks = [held._places.of(p).hook for p in params]
+for step in range(4):
+    in_python.clear()
+    for i, p in enumerate(params):
+        p.grad = torch.ones_like(p)
+        if step and i:
+            lib.fake_cuda_fail(b"cuLaunchKernel", ctypes.c_long(1), (0, 1, 719, 0)[step])
+        try:
+            hooks[i](p)
+        except RuntimeError as error:
+            print(step, type(error).__name__, str(error).split(";")[0])
+            hooks[i](p)
+    print(step, len(in_python))
+    optimizer.step()
+""",
+    )
+    fails = "cuLaunchKernel of fst_begin on CUDA device 0"
+    assert out.splitlines() == [
+        "0 2",
+        f"1 RuntimeError {fails}: CUDA_ERROR_OF_THE_FAKE (as the test wished)",
+        "1 1",
+        "2 AcceleratorError CUDA error: as the test wished (CUDA_ERROR_OF_THE_FAKE), returned by "
+        f"{fails}. It may be of earlier work on the device, such as a kernel of the script. For "
+        "debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+        "2 1",
+        "3 1",
+    ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,49 @@ def test_a_file_that_hangs_or_crashes_costs_the_others_nothing(tmp_path: Path) -
     for name in ("hangs", "crashes"):
         log = (tmp_path / f"results/{name}.log").read_text()
         assert re.search(rf"test_{name}.py.* line 4 in test_it", log.replace('", ', " ")), log
+
+
+def test_files_behind_the_budget_are_named(tmp_path: Path) -> None:
+    for name, body in {"first": "time.sleep(30)", "second": "pass"}.items():
+        (tmp_path / f"test_{name}.py").write_text(f"import time\n\ndef test_it():\n    {body}\n")
+    files = [str(tmp_path / f"test_{name}.py") for name in ("first", "second")]
+    done = each_file(tmp_path / "results", *files, "--", "-p", "no:randomly", BUDGET="15")
+    assert done.returncode == 1
+    assert re.search(r"^first +\d+ s  status 124", done.stdout, re.MULTILINE)
+    assert re.search(r"^second +not run: the budget of 15 s is spent", done.stdout, re.MULTILINE)
+
+
+def test_a_build_that_fails_takes_the_wheel(tmp_path: Path) -> None:
+    """Without one `make` stops. The Makefile is that of the tree, in a folder of its own."""
+    shutil.copy(fake.ROOT / "Makefile", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = setup.py ] && exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+    def make() -> subprocess.CompletedProcess[str]:
+        command = ["make", "-s", "build-gpu", f"PYTHON={python}"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = make()
+    assert done.returncode != 0
+    assert "nothing could be built, and there is no wheel in dist" in done.stdout
+    (tmp_path / "dist").mkdir()
+    with zipfile.ZipFile(tmp_path / "dist/faststep-1.whl", "w") as wheel:
+        wheel.writestr("faststep/__init__.py", "")
+    done = make()
+    assert done.returncode == 0, done.stderr
+    assert "nothing could be built: taking dist/faststep-1.whl" in done.stdout
+    assert (tmp_path / "build/package").read_text() == "build/wheel\n"
+    assert (tmp_path / "build/wheel/faststep/__init__.py").exists()
+
+
+def test_the_order_of_make_gpu() -> None:
+    """Bits, then figures; what needs tools of its own comes last."""
+    command = ["make", "-s", "-n", "-o", "build-gpu", "gpu", "PARTS="]
+    done = subprocess.run(command, cwd=fake.ROOT, capture_output=True, text=True, check=True)
+    files = re.findall(r"test_(\w+)\.py", done.stdout)
+    assert files[:6] == ["bits", "lists", "amp", "graphs", "streams", "cuda_works"]
+    assert files[-2:] == ["sanitizer", "counters"]
 
 
 def test_make_gpu_names_every_file() -> None:

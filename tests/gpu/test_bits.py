@@ -153,6 +153,23 @@ def test_unaligned_and_odd_sizes() -> None:
         twins.train(both, 2, grads=True)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "NAdam"])
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_that_lie_in_a_bucket(kind: str, clips: bool) -> None:
+    """As with `gradient_as_bucket_view`: behind a head of 10 classes, beside aligned parameters."""
+    sizes = (3, 2048, 16384 + 4096, 70001)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        twins = Twins([values((size,), size, dtype) for size in sizes])
+        options = {"max_grad_norm": 1.0} if clips else {}
+        both = twins.optimizers(getattr(faststep.optim, kind), lr=1e-2, **options)
+        for step in range(2):
+            bucket = values((10 + sum(sizes),), step, dtype)
+            twins.set_grads(bucket[10:].split(sizes))
+            for optimizer in both:
+                optimizer.step()
+            twins.assert_same(*both)
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_roots_of_every_mantissa(eps: float) -> None:
     """The kernels compute roots and quotients by instructions of their own, from the hardware's

@@ -2,14 +2,16 @@
 
 How a loop is recognised:
 
-- A loop is a natural loop of the control flow with 16-byte loads from global memory, and with no
-  other such loop inside.
+- A loop is a natural loop of the control flow with 16-byte loads from global memory, or with many
+  of 4 or 2 bytes, and with no other such loop inside.
 - Its optimizer rule is the row of rules/rules.def through which its instructions were inlined,
   which line information names (`nvcc -lineinfo`, which leaves the instructions as they are). A loop
   with several rules is `generic`: the way through it depends on data.
 - Its types follow from how many 16-byte loads and stores an iteration has, for the number of
   states of the rule, and from the instructions that convert: F2FP packs a pair of 16-bit numbers,
   HADD2.F32 widens fp16, and a shift by 16 bits widens bf16.
+- Of a loop for gradients that are not aligned (`unaligned`) a load of 4 or 2 bytes is an element
+  of them.
 - Stores under a predicate are left out of account where the others match some types.
 - A way that adds weight decay to gradients (fst_decay; AdamW adds none), or that asks whether to
   leave elements to a slower one (fst_leave), is left out of account. In an update the second is
@@ -25,8 +27,9 @@ counted. Of ways with the same accesses and types the longest counts; `shortest`
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from machine.graph import Block, blocks, loops, order_of
 from machine.listing import NONE, Instruction, Kernel
@@ -48,6 +51,9 @@ LEFT_OUT = {
 FROM_FP16 = r"HADD2.*F32"
 SUMS = r"fst_(begin|norm|unscale)|squares"
 WORD = 16
+# The fewest elements that a loop loads one by one, without a branch between, that knows their type
+# and has all lanes of a sum: those of one lane load 16, and 8 where they store.
+ITEMS = {"fst_begin": 32, "fst_norm": 32, "fst_unscale": 16}
 BLOCK = 256  # threads
 THREADS = {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # of a multiprocessor
 
@@ -60,17 +66,27 @@ class Types:
     narrow_in: bool = False  # whether some operand is read, or written, in 16 bits
     narrow_out: bool = False
     wide: bool = False  # computed in double
+    item: int = 0  # bytes of an element of what is loaded by elements
+
+    def unaligned(self, item: int, stores: int) -> Types:
+        """The same, where one operand is loaded by elements."""
+        name = f"{self.name} unaligned"
+        return replace(self, name=name, loads=self.loads - item, stores=stores, item=item)
 
 
 def types_of(kernel: str, states: int) -> Iterator[Types]:
     """What a loop may be: the accesses alone do not tell all apart."""
     if kernel.startswith("fst_update"):
         own = 4 * states
-        yield Types("fp32", 8 + own, 4 + own)
-        yield Types("16", (8 + own) // 2, (4 + own) // 2, True, True)
-        yield Types("16, fp32 states", 4 + own, 2 + own, True, True)
+        for types in (
+            Types("fp32", 8 + own, 4 + own),
+            Types("16", (8 + own) // 2, (4 + own) // 2, True, True),
+            Types("16, fp32 states", 4 + own, 2 + own, True, True),
+            Types("16, fp32 master", 8 + own, 6 + own, True, True),
+        ):
+            yield types
+            yield types.unaligned(2 if types.narrow_in else 4, types.stores)
         yield Types("fp32 and 16", 8 + own, 6 + own, False, True)
-        yield Types("16, fp32 master", 8 + own, 6 + own, True, True)
         yield Types("fp64", 16 + 2 * own, 8 + 2 * own, wide=True)
     elif kernel.startswith("fst_accumulate"):
         for name, sums in (("", 4), (" first", 0)):
@@ -81,8 +97,12 @@ def types_of(kernel: str, states: int) -> Iterator[Types]:
                 yield Types(f"fp64{name}{times}", 2 * sums + 8 * terms, 8, wide=True)
     else:
         for stored in (0, 1):
-            yield Types("fp32", 4, 4 * stored)
-            yield Types("16", 2, 2 * stored, True, bool(stored))
+            for types in (
+                Types("fp32", 4, 4 * stored),
+                Types("16", 2, 2 * stored, True, bool(stored)),
+            ):
+                yield types
+                yield types.unaligned(types.loads, 0)
             yield Types("fp64", 8, 8 * stored, wide=True)
 
 
@@ -91,6 +111,7 @@ class Way:
     code: list[Instruction]
     shortest: int
     word: int = 16
+    item: int = 0  # bytes of an element, of what is loaded by elements
 
     def count(self, *patterns: str) -> int:
         return sum(bool(re.match("|".join(patterns), one.opcode)) for one in self.code)
@@ -98,6 +119,19 @@ class Way:
     @property
     def loads(self) -> int:
         return sum(one.loads(self.word) for one in self.code)
+
+    def items(self, size: int) -> int:
+        """Loads of one element of so many bytes."""
+        return sum(one.loads(size) for one in self.code)
+
+    def bytes_of(self, one: Instruction) -> int:
+        """What an instruction loads, of words and elements."""
+        return next((size for size in (self.word, self.item) if size and one.loads(size)), 0)
+
+    @property
+    def all_loads(self) -> int:
+        """Loads of words and elements."""
+        return sum(bool(self.bytes_of(one)) for one in self.code)
 
     @property
     def stores(self) -> int:
@@ -144,18 +178,25 @@ class Way:
 
     @property
     def before_wait(self) -> int:
-        """How many loads of words are issued before the first wait for one of them, at most."""
+        """How many loads of words and elements are issued before the first wait for one of them, at
+        most."""
+        return len(self.at_once)
+
+    @property
+    def at_once(self) -> list[int]:
+        """The bytes of those loads."""
         pending: set[int] = set()
-        best = run = 0
+        best: list[int] = []
+        run: list[int] = []
         for one in self.code * 2:
             if any(one.waits >> board & 1 for board in pending):
-                pending, run = set(), 0
-            if one.loads(self.word):
-                run += 1
+                pending, run = set(), []
+            if size := self.bytes_of(one):
+                run.append(size)
                 if one.sets != NONE:
                     pending.add(one.sets)
-            best = max(best, run)
-        return min(best, self.loads)
+            best = max(best, run[: self.all_loads], key=len)
+        return best
 
 
 @dataclass
@@ -176,14 +217,14 @@ class Loop:
 
     @property
     def elements(self) -> int:
-        return WORD * self.way.loads // self.types.loads if self.types else 0
+        return elements_of(self.types, self.way) if self.types else 0
 
     @property
     def in_flight(self) -> int:
         """Bytes that a multiprocessor has asked for when all of its warps wait."""
         registers = -(-max(self.kernel.registers, 1) // 8) * 8
         fit = min((64 << 10) // (registers * BLOCK), THREADS.get(self.arch, 2048) // BLOCK)
-        return fit * BLOCK * self.way.before_wait * WORD
+        return fit * BLOCK * sum(self.way.at_once)
 
     def figures(self) -> dict[str, float]:
         way, elements = self.way, self.elements or 1
@@ -191,10 +232,11 @@ class Loop:
             "instructions": round(len(way.code) / elements, 1),
             "shortest": round(way.shortest / elements, 1),
             "elements": self.elements,
-            "loads": way.loads,
+            "loads": way.all_loads,
             "before_wait": way.before_wait,
             "stores": way.stores,
-            "other_loads": way.count(r"LDG(?!.*128)", r"LD\b", r"LDC", r"ULDC", r"LDL"),
+            "other_loads": way.count(r"LDG(?!.*128)", r"LD\b", r"LDC", r"ULDC", r"LDL")
+            - (way.all_loads - way.loads),
             "branches": way.count("BRA", "BRX", "CALL", "BSSY", "BSYNC"),
             "fp64": round(way.fp64 / elements, 2),
             "registers": self.kernel.registers,
@@ -210,7 +252,7 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
     wide = {
         head: body
         for head, body in loops(code).items()
-        if any(one.loads() for n in body for one in code[n].code)
+        if loads_words(kernel.name, [code[n] for n in body])
     }
     found = []
     for head, body in sorted(wide.items()):
@@ -226,11 +268,28 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
         named: list[Loop] = []
         for _, way in sorted(ways.items()):
             if not asks and (types := recognise(kernel.name, states, way)):
+                way.item = types.item
                 named.append(Loop(kernel, arch, at, rule, types, way))
         if rule == "generic" or not named:
             named = [Loop(kernel, arch, at, rule, None, ways[max(ways)])]
         found += named
     return found
+
+
+def loads_words(kernel: str, body: list[Block]) -> bool:
+    """Whether a loop loads words, or so many elements as one that knows their type."""
+    least = ITEMS.get(kernel, sys.maxsize)
+    return any(one.loads() for block in body for one in block.code) or any(
+        kind_of(block)[3] >= least for block in body
+    )
+
+
+def elements_of(types: Types, way: Way) -> int:
+    """How many elements of such types a way is for, 0 if that cannot be."""
+    items = way.items(types.item) if types.item else 0
+    elements, rest = divmod(WORD * way.loads, types.loads) if types.loads else (items, way.loads)
+    others = range(elements, elements + 4) if types.item else [0]  # arguments are read, too
+    return 0 if rest or (types.item and items not in others) else elements
 
 
 def rules_in(code: list[Block], body: set[int]) -> set[tuple[str, int]]:
@@ -242,8 +301,8 @@ def recognise(kernel: str, states: int, way: Way) -> Types | None:
     """The types that fit a way."""
     for stores in (way.sure_stores, way.stores):
         for types in types_of(kernel, states):
-            elements, rest = divmod(WORD * way.loads, types.loads)
-            if rest or elements not in {4, 8, 16, 32, 64}:
+            elements = elements_of(types, way)
+            if elements not in {4, 8, 16, 32, 64}:
                 continue
             if elements * types.stores != WORD * stores:
                 continue
@@ -266,13 +325,20 @@ def left_out(block: Block) -> bool:
     return sum(not LEFT_OUT.isdisjoint(one.places) for one in block.code) > 2
 
 
-# How many 16-byte loads, such stores, and conversions from fp16 there are.
-Kind = tuple[int, int, int]
+# How many 16-byte loads, such stores, and conversions from fp16 there are, and loads of 4 or 2
+# bytes where a thread's elements are loaded without a branch between.
+Kind = tuple[int, int, int, int]
+
+
+def plus(kind: Kind, other: Kind, times: int = 1) -> Kind:
+    loads, stores, converted, items = (a + times * b for a, b in zip(kind, other, strict=True))
+    return loads, stores, converted, items
 
 
 def kind_of(block: Block) -> Kind:
     way = Way(block.code, 0)
-    return way.loads, way.stores, way.count(FROM_FP16)
+    items = max(way.items(2), way.items(4))
+    return way.loads, way.stores, way.count(FROM_FP16), items if items >= 8 else 0
 
 
 def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way]:
@@ -284,15 +350,11 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way
     order = [n for n in order_of(code) if n in inside]
     rank = {n: i for i, n in enumerate(order)}
     # Of each block, by accesses from the head to its end: length, shortest length, block before.
-    known: dict[int, dict[Kind, tuple[int, int, int]]] = {head: {(0, 0, 0): (0, 0, -1)}}
+    known: dict[int, dict[Kind, tuple[int, int, int]]] = {head: {(0, 0, 0, 0): (0, 0, -1)}}
     for n in order:
         here, own = len(code[n].code), kind_of(code[n])
         known[n] = {
-            (key[0] + own[0], key[1] + own[1], key[2] + own[2]): (
-                longest + here,
-                shortest + here,
-                before,
-            )
+            plus(key, own): (longest + here, shortest + here, before)
             for key, (longest, shortest, before) in known.get(n, {}).items()
         }
         for child in code[n].next:
@@ -327,6 +389,6 @@ def trace(
         own = kind_of(code[node])
         before = known[node][key][2]
         way.append(code[node].code)
-        key = (key[0] - own[0], key[1] - own[1], key[2] - own[2])
+        key = plus(key, own, -1)
         node = before
     return [one for part in reversed(way) for one in part]

@@ -73,30 +73,47 @@ int fst_device_list_bind(fst_module *state, fst_device_list *it, PyObject *tenso
 
 PyObject *fst_list_raise(const fst_list *list, const fst_status *status)
 {
+    PyObject *type = fst_error_type(status);
+    if (!type || status->code == FST_DEVICE_LOST)
+        return type ? fst_raise(status) : NULL;
     PyObject *size = PyObject_GetAttrString(PyTuple_GetItem(list->items, 0), "shape");
     PyObject *shape = size ? PySequence_Tuple(size) : NULL;
     if (shape)
-        PyErr_Format(fst_error_type(status),
-                     "%s; for %zd tensors, of which the first has the shape %R", status->message,
-                     list->count, shape);
+        PyErr_Format(type, "%s; for %zd tensors, of which the first has the shape %R",
+                     status->message, list->count, shape);
     Py_XDECREF(size);
     Py_XDECREF(shape);
     return NULL;
 }
 
+/* The module's tables for a list on a device, uploaded as fst_list_upload says, or NULL. */
+static fst_gpu_tables *upload(fst_gpu_tables **tables, const fst_list *list, void *stream,
+                              int leaves_results, fst_status *status)
+{
+    const fst_work work = fst_plan_work(&list->plan);
+    if (!*tables && !(*tables = fst_gpu_tables_new(list->device, status)))
+        return NULL;
+    if (leaves_results)
+        fst_gpu_tables_set(*tables, &work, NULL, stream, status);
+    else
+        fst_gpu_tables_set_brief(*tables, &work, stream, status);
+    return status->code ? NULL : *tables;
+}
+
 fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream,
                                 int leaves_results)
 {
+    fst_gpu_tables **tables = &state->list_tables[list->device], *ready;
     fst_status status = {0};
-    fst_gpu_tables **tables = &state->list_tables[list->device];
-    if (!*tables)
-        *tables = fst_gpu_tables_new(list->device, &status);
-    const fst_work work = fst_plan_work(&list->plan);
-    if (*tables && !(leaves_results ? fst_gpu_tables_set(*tables, &work, NULL, stream, &status)
-                                    : fst_gpu_tables_set_brief(*tables, &work, stream, &status)))
-        return *tables;
-    fst_list_raise(list, &status);
-    return NULL;
+    int emptied = 0;
+    ready = upload(tables, list, stream, leaves_results, &status);
+    if (!ready && status.code == FST_NO_MEMORY && (emptied = fst_empty_cache()) > 0) {
+        status = (fst_status){0};
+        ready = upload(tables, list, stream, leaves_results, &status);
+    }
+    if (!ready && emptied >= 0)
+        fst_list_raise(list, &status);
+    return ready;
 }
 
 int fst_device_list_upload(fst_module *state, fst_device_list *it, int leaves_results)

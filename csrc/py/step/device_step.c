@@ -132,7 +132,7 @@ static int list_spans(const fst_step_plan *self, fst_step_part *part)
 }
 
 /* Raises an error of the driver. A launch is for all parameters of the part, so the error names
- * the first one. Returns -1. */
+ * the first one, unless other work may have caused it. Returns -1. */
 static int raise_for_step(const fst_module *module, const fst_step_part *part,
                           const fst_status *status)
 {

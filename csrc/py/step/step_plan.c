@@ -169,8 +169,7 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     for (size_t i = 1; i < self->part_count; i++)
         if (self->parts[i].counter_count &&
             fst_device_prepare(module, self, &self->parts[i], options))
-            return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text())
-                                                             : NULL;
+            return fst_is_out_of_memory() ? answer("memory", error_text()) : NULL;
     return run(module, self, options);
 }
 
@@ -208,29 +207,73 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
     return result;
 }
 
-static int is_on_host(const fst_step_plan *self)
+/* The part that has all parameters of the step; NULL if several have some, or none has. */
+static fst_step_part *only_part(const fst_step_plan *self)
 {
-    for (size_t i = 1; i < self->part_count; i++)
-        if (self->parts[i].counter_count)
-            return 0;
-    return self->parts[0].counter_count > 0;
+    fst_step_part *found = NULL;
+    for (size_t i = 0; i < self->part_count; i++) {
+        if (!self->parts[i].counter_count)
+            continue;
+        if (found)
+            return NULL;
+        found = &self->parts[i];
+    }
+    return found;
+}
+
+/* Raises a failed launch as a RuntimeError with the driver's words: nobody adds the parameter's
+ * name to a TensorError of a hook. Returns -1. */
+static int raise_launch(const fst_module *module)
+{
+    PyObject *type, *value, *trace, *args = NULL, *text = NULL;
+    if (!PyErr_ExceptionMatches(module->tensor_error))
+        return -1;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    args = PyObject_GetAttrString(value, "args");
+    text = args ? PySequence_GetItem(args, PySequence_Size(args) - 1) : NULL;
+    if (text)
+        PyErr_SetObject(PyExc_RuntimeError, text);
+    Py_XDECREF(text);
+    Py_XDECREF(args);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return -1;
+}
+
+/* Launches a step on a device. Returns 1; 0 where nothing was launched and Python has to step,
+ * which makes room or explains the error; or -1 with a Python error. */
+static int launch_alike(fst_module *module, fst_step_plan *self, fst_step_part *part,
+                        const fst_step_options *options)
+{
+    if (fst_device_prepare(module, self, part, options)) {
+        PyErr_Clear();
+        return 0;
+    }
+    return fst_device_step(module, part, options) ? raise_launch(module) : 1;
 }
 
 static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                          PyObject *state, const fst_step_options *options,
                          fst_step_outcome *outcome)
 {
+    fst_step_part *part;
+    int done = 1;
     if (!fst_trace_follow(module, self, param_lists, state, options->write_grads) ||
-        !is_on_host(self))
+        !(part = only_part(self)))
         return 0;
     if (fst_step_count_written(module, self))
         return -1;
     if (self->counted_count < self->written_count)
         return 0;
-    if (fst_host_step(module, self, options, outcome))
-        return -1;
-    fst_record_move_versions(&module->records, self->counted, self->counted_count);
-    return 1;
+    if (part->device != FST_HOST)
+        done = launch_alike(module, self, part, options);
+    else if (fst_host_step(module, self, options, outcome))
+        done = -1;
+    if (done > 0)
+        fst_record_move_versions(&module->records, self->counted, self->counted_count);
+    return done;
 }
 
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,

@@ -32,16 +32,49 @@ int fst_problem_from_error(fst_problem *problem, const char *kind)
     return -1;
 }
 
+/* An exception of torch; borrowed from the module, which keeps it. NULL with another error if there
+ * is none. */
+static PyObject *of_torch(const char *name)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *type = torch ? PyObject_GetAttrString(torch, name) : NULL;
+    Py_XDECREF(torch);
+    Py_XDECREF(type);
+    return type;
+}
+
 PyObject *fst_error_type(const fst_status *status)
 {
-    return status->code == FST_NO_MEMORY   ? PyExc_MemoryError
-           : status->code == FST_BAD_VALUE ? PyExc_ValueError
-                                           : PyExc_RuntimeError;
+    switch (status->code) {
+    case FST_NO_MEMORY:
+        return status->device_error ? of_torch("OutOfMemoryError") : PyExc_MemoryError;
+    case FST_DEVICE_LOST:
+        return of_torch("AcceleratorError");
+    case FST_BAD_VALUE:
+        return PyExc_ValueError;
+    default:
+        return PyExc_RuntimeError;
+    }
+}
+
+/* Raises torch's error with the driver's number, as torch does. */
+static void raise_lost(PyObject *type, const fst_status *status)
+{
+    PyObject *error = PyObject_CallFunction(type, "s", status->message);
+    PyObject *number = error ? PyLong_FromLong(status->device_error) : NULL;
+    if (number && !PyObject_SetAttrString(error, "error_code", number))
+        PyErr_SetObject(type, error);
+    Py_XDECREF(number);
+    Py_XDECREF(error);
 }
 
 PyObject *fst_raise(const fst_status *status)
 {
-    PyErr_SetString(fst_error_type(status), status->message);
+    PyObject *type = fst_error_type(status);
+    if (type && status->code == FST_DEVICE_LOST)
+        raise_lost(type, status);
+    else if (type)
+        PyErr_SetString(type, status->message);
     return NULL;
 }
 
@@ -49,4 +82,32 @@ int fst_raise_int(const fst_status *status)
 {
     fst_raise(status);
     return -1;
+}
+
+int fst_is_out_of_memory(void)
+{
+    PyObject *type, *value, *trace;
+    if (PyErr_ExceptionMatches(PyExc_MemoryError))
+        return 1;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *full = of_torch("OutOfMemoryError");
+    const int matches = full && PyErr_GivenExceptionMatches(type, full);
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    return matches;
+}
+
+int fst_empty_cache(void)
+{
+    PyObject *helper = PyImport_ImportModule("faststep._torch.optim");
+    PyObject *answer = helper ? PyObject_CallMethod(helper, "is_capturing", NULL) : NULL;
+    const int captures = answer ? PyObject_IsTrue(answer) : -1;
+    PyObject *cuda = captures ? NULL : PyImport_ImportModule("torch.cuda");
+    PyObject *done = cuda ? PyObject_CallMethod(cuda, "empty_cache", NULL) : NULL;
+    const int emptied = done ? 1 : captures > 0 ? 0 : -1;
+    Py_XDECREF(done);
+    Py_XDECREF(cuda);
+    Py_XDECREF(answer);
+    Py_XDECREF(helper);
+    return emptied;
 }

@@ -7,6 +7,7 @@ subclass, when exactly torch's class is called. So every way of importing a clas
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -20,9 +21,11 @@ from torch.cuda.amp import grad_scaler as of_cuda
 from torch.optim import Optimizer
 
 from .. import amp, clip, data, nn, optim
+from .._devices import has_kernels_for
 from ..data.stats import Metered
 from ..optim.base import FusedOptimizer
 from ..optim.hooked import HookedOptimizer
+from .kernels import NO_KERNELS, cuda_is_used, lack_kernels, listed
 from .optimizers import CLASSES
 from .timing import CallTimes
 
@@ -84,11 +87,13 @@ class Swaps:
     def swap_optim(self) -> None:
         for torchs, ours in CLASSES.items():
             self._swap_class(torchs, ours)
+            setattr(ours, "__init__", self._kept_without_kernels(torchs, ours))  # noqa: B010
         # Whatever else C refuses is torch's too, or torch's error.
         setattr(FusedOptimizer, "_is_for_torch", lambda optimizer, *what: True)  # noqa: B010
         for kind in (FusedOptimizer, optim.Adafactor):
             self._note_steps_of_torch(kind)
-        self.done.append("torch.optim -> faststep.optim")
+        but = f", but torch's on CUDA: {NO_KERNELS}" if lack_kernels() else ""
+        self.done.append(f"torch.optim -> faststep.optim{but}")
 
     def swap_amp(self) -> None:
         for torchs, ours in SCALERS.items():
@@ -195,6 +200,28 @@ class Swaps:
         setattr(new, "__signature__", inspect.Signature([first, *parameters]))  # noqa: B010
         new.__name__, new.__qualname__ = "__new__", f"{torchs.__qualname__}.__new__"
         setattr(torchs, "__new__", new)  # noqa: B010
+
+    def _kept_without_kernels(self, torchs: type[Any], ours: type[Any]) -> Any:
+        """The constructor of our class, which makes torch's object on a device without kernels.
+
+        Our class would have torch's operators take each parameter alone.
+        """
+        make = ours.__init__
+        name = f"optim.{torchs.__name__}"
+
+        @functools.wraps(make)
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if type(optimizer) is ours and cuda_is_used():
+                args, kwargs, params = listed(args, kwargs)
+                if any(param.is_cuda and not has_kernels_for(param) for param in params):
+                    self.made[name] -= 1
+                    self.left[name, NO_KERNELS] += 1
+                    optimizer.__class__ = torchs
+                    torchs.__init__(optimizer, *args, **kwargs)
+                    return
+            make(optimizer, *args, **kwargs)
+
+        return init
 
     def _nearest(self, kind: type) -> type | None:
         """The class of torch that a script's class extends; None for those of faststep."""
