@@ -12,12 +12,4 @@ static inline size_t fst_dtype_size(fst_dtype dtype)
     return dtype == FST_F64 ? 8u : dtype == FST_F32 ? 4u : 2u;
 }
 
-static inline const char *fst_dtype_name(fst_dtype dtype)
-{
-    return dtype == FST_F64    ? "float64"
-           : dtype == FST_F32  ? "float32"
-           : dtype == FST_BF16 ? "bfloat16"
-                               : "float16";
-}
-
 #endif

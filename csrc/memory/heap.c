@@ -310,15 +310,6 @@ static uint32_t block_at(const void *address)
     return span->kind == FST_SPAN_USED ? page : 0;
 }
 
-size_t fst_heap_size(const void *block)
-{
-    pthread_mutex_lock(&heap.lock);
-    const uint32_t page = block_at(block);
-    const size_t size = page ? bytes_of(heap.spans.at[page].pages) : 0;
-    pthread_mutex_unlock(&heap.lock);
-    return size;
-}
-
 size_t fst_heap_give(void *block)
 {
     pthread_mutex_lock(&heap.lock);

@@ -31,9 +31,6 @@ void *fst_heap_take(size_t size);
 /* Whether the address lies in the heap. Does not wait. */
 bool fst_heap_owns(const void *address);
 
-/* The bytes that the block has; 0 if no block begins there. */
-size_t fst_heap_size(const void *block);
-
 /* Frees a block that fst_heap_take returned. Returns its bytes; 0 if no block begins there. */
 size_t fst_heap_give(void *block);
 

@@ -329,7 +329,7 @@ static PyMethodDef arena_methods[] = {
              "Keep the block of take() when its tensor is gone, as it goes to the main process.")},
     {"sent", arena_sent, METH_O,
      FST_DOC("sent($self, block, /)",
-             "Whether the tensor of a block is gone. If not, send() is undone.")},
+             "True if the tensor of a block is gone. If not, send() is undone.")},
     {"sweep", arena_sweep, METH_NOARGS,
      FST_DOC("sweep($self, /)",
              "Free what workers took, and return the number of such blocks. No worker may live.")},

@@ -209,19 +209,19 @@ static void hook_dealloc(PyObject *object)
 
 static PyMemberDef hook_members[] = {
     {"clips", T_BOOL, offsetof(release_hook, clips), 0,
-     "Whether gradients are clipped to the optimizer's max_grad_norm."},
+     "Gradients are clipped to the optimizer's max_grad_norm."},
     {"group", T_OBJECT, offsetof(release_hook, group), 0, "The number of the parameter's group."},
     {"last_norm", T_DOUBLE, offsetof(release_hook, last_norm), 0,
      "The norm of all gradients of the step before; negative where it is not known."},
     {"measures", T_BOOL, offsetof(release_hook, measures), 0,
-     "Whether a gradient is measured, and clipped by last_norm instead of by its own norm."},
+     "A gradient is measured, and clipped by last_norm instead of by its own norm."},
     {"plain", T_BOOL, offsetof(release_hook, plain), 0,
-     "Whether the hook may step without calling Python."},
+     "The hook may step without calling Python."},
     {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, "The Plan for this parameter only."},
     {"square_sum", T_DOUBLE, offsetof(release_hook, square_sum), 0,
      "The sum of squares of the gradient that was measured."},
     {"updated", T_BOOL, offsetof(release_hook, updated), 0,
-     "Whether the parameter was updated since the last optimizer.step()."},
+     "The parameter was updated since the last optimizer.step()."},
     {NULL, 0, 0, 0, NULL},
 };
 
