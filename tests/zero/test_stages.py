@@ -171,11 +171,14 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         return _error(lambda: zero.shard(model, made, stage=stage))
 
     for stage in (1, 2, 3):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
         made = torch.optim.SGD(model[0].parameters(), lr=0.1)
         optimizer = zero.shard(model, made, stage=stage)  # type: ignore[arg-type]
         group = {"params": list(model[1].parameters())}
         said[f"group {stage}"] = _error(lambda o=optimizer, g=group: o.add_param_group(g))  # type: ignore[misc]
+        last = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        second = zero.shard(model, last, stage=stage)  # type: ignore[arg-type]
+        said[f"taken {stage}"] = _error(lambda o=second, g=group: o.add_param_group(g))  # type: ignore[misc]
         if stage < 3:
             optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
             optimizer.param_groups[0]["params"][-1].grad = torch.ones(2)
@@ -191,8 +194,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 def test_what_is_refused_at_each_stage(ranks: Ranks) -> None:
     for said in ranks("refused at each stage"):
         for stage in (1, 2, 3):
-            refused = "a parameter group cannot be added" in said[f"group {stage}"]
-            assert refused == (stage == 3)
+            assert said[f"group {stage}"] == "no error"
+            assert "sharded already, for another optimizer" in said[f"taken {stage}"]
             for what, name in (("modules", "x.weight"), ("shapes", "weight")):
                 text = said[f"{what} {stage}"]
                 assert text.startswith("RuntimeError: shard(): the ranks differ"), text

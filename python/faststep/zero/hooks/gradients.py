@@ -55,7 +55,6 @@ class Gradients:
 
     Attributes:
         on_begin: called when a pass begins to send, with False if it is the step that sends.
-        made: how many models were made before it.
         on_unowned: called after a pass with gradients of parameters without a sharded optimizer.
         before_exchange: called with what is about to be sent beside backward and step.
     """

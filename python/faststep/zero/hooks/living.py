@@ -5,24 +5,41 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from ..._torch.ddp import is_inside_backward
+from ..layout.slots import Slot
 from ..transport.group import Group
-
-if TYPE_CHECKING:
-    from .gradients import Gradients
+from .unowned import Unowned
 
 __all__ = ["add", "end", "let_go", "params", "refuse_two", "unowned"]
 
 
+class Passes(Protocol):
+    """The gradients of one model.
+
+    Attributes:
+        made: how many were made before it.
+        passes: the backward passes under way that have reached it, by their numbers.
+    """
+
+    made: int
+    passes: set[int]
+    group: Group
+    slots: list[Slot]
+    unowned: Unowned
+
+    def finish(self) -> None:
+        """Reduce what is left; a collective."""
+
+
 _count = itertools.count()
-_living: weakref.WeakSet[Gradients] = weakref.WeakSet()
+_living: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
-def add(gradients: Gradients) -> int:
+def add(gradients: Passes) -> int:
     """Note one more; returns how many there were before."""
     _living.add(gradients)
     return next(_count)
