@@ -27,7 +27,6 @@ counted. Of ways with the same accesses and types the longest counts; `shortest`
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -278,10 +277,10 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
 
 def loads_words(kernel: str, body: list[Block]) -> bool:
     """Whether a loop loads words, or so many elements as one that knows their type."""
-    least = ITEMS.get(kernel, sys.maxsize)
-    return any(one.loads() for block in body for one in block.code) or any(
-        kind_of(block)[3] >= least for block in body
-    )
+    if any(one.loads() for block in body for one in block.code):
+        return True
+    least = ITEMS.get(kernel)
+    return least is not None and any(kind_of(block)[3] >= least for block in body)
 
 
 def elements_of(types: Types, way: Way) -> int:
@@ -349,10 +348,11 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way
         inside = body
     order = [n for n in order_of(code) if n in inside]
     rank = {n: i for i, n in enumerate(order)}
+    kinds = {n: kind_of(code[n]) for n in order}
     # Of each block, by accesses from the head to its end: length, shortest length, block before.
     known: dict[int, dict[Kind, tuple[int, int, int]]] = {head: {(0, 0, 0, 0): (0, 0, -1)}}
     for n in order:
-        here, own = len(code[n].code), kind_of(code[n])
+        here, own = len(code[n].code), kinds[n]
         known[n] = {
             plus(key, own): (longest + here, shortest + here, before)
             for key, (longest, shortest, before) in known.get(n, {}).items()
@@ -374,19 +374,20 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way
             if old_way:
                 old_way.shortest = shortest = min(shortest, old_way.shortest)
             if not old_way or longest > len(old_way.code):
-                ways[key] = Way(trace(code, known, n, key), shortest)
+                ways[key] = Way(trace(code, known, kinds, n, key), shortest)
     return ways
 
 
 def trace(
     code: list[Block],
     known: dict[int, dict[Kind, tuple[int, int, int]]],
+    kinds: dict[int, Kind],
     node: int,
     key: Kind,
 ) -> list[Instruction]:
     way: list[list[Instruction]] = []
     while node >= 0:
-        own = kind_of(code[node])
+        own = kinds[node]
         before = known[node][key][2]
         way.append(code[node].code)
         key = plus(key, own, -1)

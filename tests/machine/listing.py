@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sysconfig
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from nvcc import PLACES
@@ -63,10 +64,18 @@ class Instruction:
 
     def loads(self, word: int = 16) -> bool:
         """Whether it loads a word of that many bytes from global memory."""
-        return self.bytes_of("LDG", "LD") == word
+        return self._loaded == word
 
     def stores(self, word: int = 16) -> bool:
-        return self.bytes_of("STG", "ST") == word
+        return self._stored == word
+
+    @cached_property
+    def _loaded(self) -> int:
+        return self.bytes_of("LDG", "LD")
+
+    @cached_property
+    def _stored(self) -> int:
+        return self.bytes_of("STG", "ST")
 
 
 @dataclass
