@@ -264,16 +264,6 @@ def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
     The device is -1 for CPU memory, the default, or a CUDA ordinal.
     """
 
-def group_items(
-    groups: list[dict[str, Any]], before: tuple[Any, ...] | None, /
-) -> tuple[Any, ...] | None:
-    """The keys and values of all parameter groups, one after another: what their rules come from.
-
-    Returns `before` itself if it has these very objects in this order. Returns None if the rules
-    may change while it does: if a value is a tensor or a list, or a group is `differentiable` or
-    `capturable`. The lists of parameters do not count.
-    """
-
 def has_kernels() -> bool:
     """True if `use_kernels_of` was called: with a driver, CUDA tensors can be used."""
 

@@ -406,14 +406,6 @@ def hyper(world: World) -> None:
     world.call("hyper", _C.hyper, args)
 
 
-def group_items(world: World) -> None:
-    lr = world.rng.choice((0.1, 1, torch.tensor(0.1), [0.1], (0.1,), None))
-    groups = [world.contain({"params": [], "lr": lr}) for _ in range(world.rng.randrange(3))]
-    before = world.rng.choice((None, (), ("params", [], "lr", lr), ("lr",)))
-    args, _ = maybe_bad(world, (groups, before))
-    world.call("group_items", _C.group_items, args)
-
-
 def retain_memory(world: World) -> None:
     limit = world.rng.choice((-1, 0, 1 << 20, 2**63 - 1, 2**63, 1.5, None, "1"))
     group = world.rng.choice((None, "/sys/fs/cgroup", "/nowhere", "a" * 600, "\0", b"/", 5))
@@ -459,7 +451,6 @@ FUNCTIONS: dict[str, Target] = {
     "has_kernels": no_arguments("has_kernels"),
     "hold": hold,
     "holds": no_arguments("holds"),
-    "group_items": group_items,
     "hyper": hyper,
     "is_recorded": no_arguments("is_recorded"),
     "keep_freed_memory": no_arguments("keep_freed_memory"),

@@ -454,25 +454,6 @@ def hyper() -> Iterator[Case]:
         yield failing(_C.hyper, group, bad), [group, bad]
 
 
-def group_items() -> Iterator[Case]:
-    """Of groups as they were, of others, and of what may change."""
-    group = {"params": [], "lr": 0.25, "betas": (0.5, 0.75), "capturable": False}
-    groups, other = [group], {**group, "lr": 0.125}
-    items = _C.group_items(groups, None)
-    assert items is not None
-    assert _C.group_items([group, group], None) == 2 * items
-
-    def again() -> None:
-        assert _C.group_items(groups, items) is items
-
-    yield again, [groups, group, items]
-    yield lambda: _C.group_items([other], items), [other, items]
-    for odd in ({**group, "lr": torch.tensor(0.1)}, {**group, "betas": [0.5, 0.75]}, 5):
-        assert _C.group_items([odd], items) is None
-        yield lambda odd=odd: _C.group_items([odd], items), [odd, items]
-    yield failing(_C.group_items, 5, None), []
-
-
 def hold() -> Iterator[Case]:
     """By several, with and without a move of the memory; and what has none."""
     assert faststep._torch.held._places_if_known()
@@ -764,7 +745,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "hold": hold,
     "holds": lambda: iter([(_C.holds, [])]),
-    "group_items": group_items,
     "hyper": hyper,
     "is_built_in": is_built_in,
     "is_recorded": lambda: iter([(_C.is_recorded, [])]),

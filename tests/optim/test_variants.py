@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from faststep.optim import AdamW
-from faststep.optim.by_torch import LeftToTorchError
-
 from . import references
 from .common import (
     DTYPES,
@@ -203,27 +200,3 @@ def test_lr_tensor_is_read_every_step(declaration: Declaration) -> None:
     train(left, by_tensor, seed=1)
     train(right, by_float, seed=1)
     assert_same_bits(by_tensor, by_float, "lr as a tensor and as a float")
-
-
-def test_rules_are_made_anew_where_a_value_has_changed() -> None:
-    """Other objects in a group, and what changes in place: a tensor, a list, who keeps masters."""
-    optimizer = AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
-    (group,) = optimizer.param_groups
-    rules = optimizer._rules()
-    assert optimizer._rules() is rules
-    for key, value in {"lr": 0.5, "betas": (0.5, 0.75), "amsgrad": True, "maximize": True}.items():
-        group[key] = value
-        before, rules = rules, optimizer._rules()
-        assert rules != before
-        assert optimizer._rules() is rules
-    optimizer._keeps_masters = True
-    assert optimizer._rules()[0].has_master
-    group["betas"], group["lr"] = [0.5, 0.25], torch.tensor(1.0)
-    first = optimizer._rules()[0].hyper
-    group["betas"][0] = 0.125
-    group["lr"].fill_(2.0)
-    assert optimizer._rules()[0].hyper[:2] == (2.0, 0.125) != first[:2]
-    group.update(betas=(0.5, 0.25), lr=0.5, differentiable=True)
-    for _ in range(2):
-        with pytest.raises(LeftToTorchError):
-            optimizer._rules()

@@ -1,5 +1,5 @@
 /* Parses the parameter groups of a step. */
-#include "py/step/step_plan.h"
+#include "py/step/bind.h"
 
 /* group[place], or group[key][index] where the place is (key, index); a new reference. */
 static PyObject *value_at(PyObject *group, PyObject *place)
@@ -55,73 +55,20 @@ PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given
     return numbers;
 }
 
-/* Whether the rule of a group stays the same while this item is the same two objects. */
-static int is_fixed(PyObject *key, PyObject *value)
+/* Keeps another object than before, which is dropped at the end of the step. Returns 0, or -1 with
+ * a Python error. */
+static int keep_instead(fst_step_plan *self, PyObject **kept, PyObject *object)
 {
-    int fixed = value == Py_None || PyBool_Check(value) || PyFloat_CheckExact(value) ||
-                PyLong_CheckExact(value) || PyUnicode_CheckExact(value);
-    if (!PyUnicode_CheckExact(key))
-        return 0;
-    if (!PyUnicode_CompareWithASCIIString(key, "differentiable") ||
-        !PyUnicode_CompareWithASCIIString(key, "capturable")) /* asks for more than the group */
-        return value == Py_False || value == Py_None;
-    if (PyTuple_CheckExact(value))
-        for (Py_ssize_t i = fixed = 1; fixed && i <= PyTuple_Size(value); i++)
-            fixed = PyFloat_CheckExact(PyTuple_GetItem(value, i - 1));
-    return fixed || !PyUnicode_CompareWithASCIIString(key, "params") ||
-           !PyUnicode_CompareWithASCIIString(key, "param_names");
-}
-
-/* Whether all groups have the items in `before`, whose length is theirs, or none. If not, and
- * `items` is given, fills it with theirs, and says whether their rules stay the same with them. */
-static int walk_items(PyObject *groups, PyObject *before, PyObject *items)
-{
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    int good = items || before;
-    for (Py_ssize_t g = 0; good && g < PyList_Size(groups); g++)
-        for (Py_ssize_t next = 0;
-             good && PyDict_Next(PyList_GetItem(groups, g), &next, &key, &value); at += 2) {
-            const int same = before && key == PyTuple_GetItem(before, at) &&
-                             value == PyTuple_GetItem(before, at + 1);
-            good = same || (items && is_fixed(key, value));
-            if (items) {
-                PyTuple_SetItem(items, at, Py_NewRef(key));
-                PyTuple_SetItem(items, at + 1, Py_NewRef(value));
-            }
-        }
-    return good;
-}
-
-/* group_items(groups, before): see _C.pyi. */
-PyObject *fst_py_group_items(PyObject *module, PyObject *args)
-{
-    PyObject *groups, *before;
-    Py_ssize_t count = 0;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &groups, &before))
-        return NULL;
-    for (Py_ssize_t g = 0; g < PyList_Size(groups); g++) {
-        if (!PyDict_Check(PyList_GetItem(groups, g)))
-            return Py_NewRef(Py_None);
-        count += 2 * PyDict_Size(PyList_GetItem(groups, g));
-    }
-    if (!PyTuple_CheckExact(before) || PyTuple_Size(before) != count)
-        before = NULL;
-    if (walk_items(groups, before, NULL))
-        return Py_NewRef(before);
-    PyObject *items = PyTuple_New(count);
-    if (!items || walk_items(groups, before, items))
-        return items;
-    Py_DECREF(items);
-    return Py_NewRef(Py_None);
+    PyObject *before = *kept;
+    *kept = Py_NewRef(object);
+    return before && !fst_bind_hold(self, before) ? -1 : 0;
 }
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
  * has masters) into a group that has what was read last. */
 static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
-    PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the group holds */
+    PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
     int rule, has_step, maximize, has_master = 0;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
@@ -153,40 +100,24 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
             PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
             return -1;
         }
-    group->is_fixed = 1;
     for (unsigned i = 0; i < known->hyper_count; i++) {
-        PyObject *number = PyTuple_GetItem(hyper, (Py_ssize_t)i);
-        group->is_fixed = group->is_fixed && PyFloat_CheckExact(number);
-        group->hyper[i] = PyFloat_AsDouble(number);
+        group->hyper[i] = PyFloat_AsDouble(PyTuple_GetItem(hyper, (Py_ssize_t)i));
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
     }
-    group->lr = lr;
-    if (keys != group->keys || rule != (int)group->rule || has_step != group->has_step ||
-        maximize != group->maximize || has_master != group->has_master)
-        self->traced = 0;
+    if (lr != group->lr && keep_instead(self, &group->lr, lr))
+        return -1;
+    if (keys == group->keys && rule == (int)group->rule && has_step == group->has_step &&
+        maximize == group->maximize && has_master == group->has_master)
+        return 0;
+    self->traced = 0;
     group->rule = (fst_rule)rule;
-    group->keys = keys;
     group->key_count = key_count;
     group->number_count = numbers;
     group->has_step = has_step;
     group->maximize = maximize;
     group->has_master = has_master;
-    return 0;
-}
-
-/* Parses a group, unless it has the tuple of the last step, whose numbers cannot change. */
-static int take_spec(fst_step_plan *self, fst_group *group, PyObject *spec)
-{
-    PyObject *before = group->spec;
-    if (!spec || (spec == before && group->is_fixed))
-        return spec ? 0 : -1;
-    group->spec = Py_NewRef(spec);
-    const int failed = parse_group(self, spec, group);
-    if (failed)
-        *group = (fst_group){.spec = spec};
-    Py_XDECREF(before); /* after `parse_group` has compared its objects */
-    return failed;
+    return keep_instead(self, &group->keys, keys);
 }
 
 void fst_groups_free(fst_step_plan *self)
@@ -196,8 +127,10 @@ void fst_groups_free(fst_step_plan *self)
     self->traced = 0;
     self->groups = NULL;
     self->group_count = 0;
-    for (size_t g = 0; g < count; g++)
-        Py_XDECREF(groups[g].spec);
+    for (size_t g = 0; g < count; g++) {
+        Py_XDECREF(groups[g].keys);
+        Py_XDECREF(groups[g].lr);
+    }
     PyMem_Free(groups);
 }
 
@@ -214,7 +147,10 @@ int fst_groups_parse(fst_step_plan *self, PyObject *specs)
         self->group_count = count;
     }
     for (size_t g = 0; g < count; g++) {
-        if (take_spec(self, &self->groups[g], PyList_GetItem(specs, (Py_ssize_t)g))) {
+        PyObject *spec = Py_XNewRef(PyList_GetItem(specs, (Py_ssize_t)g));
+        const int failed = !spec || parse_group(self, spec, &self->groups[g]);
+        Py_XDECREF(spec);
+        if (failed) {
             self->traced = 0;
             return -1;
         }

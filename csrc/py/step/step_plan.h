@@ -10,14 +10,12 @@
 #include "py/step/param.h"
 #include "py/torch/tensor_record.h"
 
-/* A parameter group, parsed from the tuple `spec`, which owns the other objects. */
+/* A parameter group, parsed from the tuple of the step that runs. */
 typedef struct {
-    PyObject *spec; /* owned */
     fst_rule rule;
-    int is_fixed;    /* all hyper-parameters are floats */
-    PyObject *keys;  /* names of the states, "step" first where has_step, and last that of the
-                        master where has_master */
-    PyObject *lr;    /* {device: hyper-parameter 0 as a tensor in its memory}, or None */
+    PyObject *keys;  /* owned: names of the states, "step" first where has_step, and last that of
+                        the master where has_master */
+    PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
     Py_ssize_t size; /* parameters, when they were bound */
     unsigned key_count, number_count;
     int has_step, maximize;

@@ -80,9 +80,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     _is_asked_to_unscale: bool = False
     _norm_is_whole: bool = False  # no wrapper has the rest: known from the first clipped step
     _has_shards: bool | None = None  # of FSDP1: known from the first step that measures
-    _items: tuple[Any, ...] | None = None  # what `_known_rules` come from; None: of what may change
-    _has_masters: bool = False  # whether they have these
-    _known_rules: list[Rule]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -292,14 +289,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return self._has_shards
 
     def _rules(self) -> list[Rule]:
-        """A rule per group; the same objects as long as the groups have the same values."""
-        groups, before = self.param_groups, self._items
-        items = _C.group_items(groups, before)
-        if items is None or items is not before or self._has_masters != self._keeps_masters:
-            make = self._checked_rule_of if items is None else self._rule_of
-            self._known_rules = [*map(make, groups)]
-            self._items, self._has_masters = items, self._keeps_masters
-        return self._known_rules
+        return [self._checked_rule_of(group) for group in self.param_groups]
 
     def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
         """The step by operators of torch. `reason` is what `run` reports."""
