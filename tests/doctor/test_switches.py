@@ -364,7 +364,7 @@ def test_a_long_look_at_the_counters_is_seldom(monkeypatch: pytest.MonkeyPatch) 
     """The C library of a script that has freed much adds up its blocks for tens of ms."""
     now = 0.0
     monkeypatch.setattr(time, "thread_time", lambda: now)
-    recorder: Any = Recorder(1e9, 0, 1e9, False, lambda found: None)
+    recorder: Any = Recorder(1e9, 0, 1e9, 1e9, False, lambda found: None)
 
     def count() -> int:
         nonlocal now

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..run.cores import counted
+from . import source_lines
 from .remedies import FASTSTEPS, FLUSHED, FROZEN, KEPT, OURS, TO_NONE, for_loaders
 from .uneven import late
 
@@ -22,11 +19,6 @@ PASSES = 8  # how often an update reads or writes a parameter's bytes, its state
 SAVED = 0.7  # of the optimizer's share, by a faster one
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
-PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
-READS = re.compile(r"\.item\(\)|\.tolist\(\)")
-WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier\(")
-UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
-CLIPS = re.compile(r"norm|clip|clamp|max_")
 OPTIMIZER: dict[str, dict[str, Any]] = {FASTSTEPS: {"parts": ["optim", "amp", "clip"]}}
 Found = dict[str, Any]
 
@@ -159,7 +151,9 @@ def _feeds(found: Found) -> dict[str, dict[str, Any]]:
 
 @_rule
 def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
-    by_hand = [entry for entry in _lines(found, "everything else") if _updates(entry[1])]
+    by_hand = [
+        entry for entry in _lines(found, "everything else") if source_lines.updates(entry[1])
+    ]
     text = "parameters are updated one by one in Python: use a class of faststep.optim or torch"
     yield from _spent_in("slow-optimizer", by_hand, total, text, 0.9)
     share = _share(found, total, "optimizer")
@@ -186,7 +180,7 @@ def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
 
 @_rule
 def _clipping(found: Found, total: float) -> Iterator[Suspect]:
-    by_hand = [entry for entry in _lines(found, "everything else") if _clips(entry[1])]
+    by_hand = [entry for entry in _lines(found, "everything else") if source_lines.clips(entry[1])]
     text = "gradients are clipped one by one in Python: call torch.nn.utils.clip_grad_norm_"
     yield from _spent_in("slow-clipping", by_hand, total, text, 0.9)
     share = _share(found, total, "clipping")
@@ -212,10 +206,10 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
         text = f"the loop evaluates every {1 / found['evaluated']:.0f} steps: do so more seldom"
         line = _place(_lines(found, "evaluation"))
         yield Suspect("evaluation-in-loop", share, text, {}, line, needs_trial=False)
-    shown = [entry for entry in _lines(found, "everything else") if _prints(entry[1])]
+    shown = [entry for entry in _lines(found, "everything else") if source_lines.prints(entry[1])]
     text = "each step waits for numbers to be shown: do so every hundred steps"
     yield from _spent_in("synchronising", [*_lines(found, "printing"), *shown], total, text)
-    read = [entry for entry in _lines(found, "everything else") if _reads(entry[1])]
+    read = [entry for entry in _lines(found, "everything else") if source_lines.reads(entry[1])]
     text = "each step reads tensors number by number in Python: compute with whole tensors"
     yield from _spent_in("synchronising", read, total, text)
 
@@ -235,7 +229,7 @@ def _communication(found: Found, total: float) -> Iterator[Suspect]:
         yield from _exposed_by_ddp(rest)
     if found["is_ddp"] or rest < min(LEAST, share):
         return
-    waits = [one for one in _lines(found, "everything else") if _waits(one[1])]
+    waits = [one for one in _lines(found, "everything else") if source_lines.waits(one[1])]
     by_script = [*_lines(found, "communication"), *waits]
     text = (
         "ranks wait for each other's gradients: wrap the model in DistributedDataParallel, which "
@@ -326,7 +320,7 @@ def _errors(found: Found, total: float) -> Iterator[Suspect]:
             f"{what} the graph of every step, {growth / 1024:.0f} KiB each: add up loss.detach() "
             "or loss.item() instead"
         )
-        place = f"{file}:{_line_of(file, name) or line}" if name else None
+        place = f"{file}:{source_lines.line_of(file, name) or line}" if name else None
         yield Suspect("memory-creep", 0.0, text, line=place, is_error=True, needs_trial=False)
 
 
@@ -334,82 +328,3 @@ def _growth(allocated: Sequence[int], steps: int) -> float:
     """Bytes per step, over the second half of the steps."""
     half = allocated[len(allocated) // 2 :]
     return 2 * (half[-1] - half[0]) / steps if len(half) > 1 else 0.0
-
-
-# ---- the script's text
-
-
-@functools.cache
-def _source(file: str) -> tuple[str, ast.Module | None]:
-    try:
-        text = Path(file).read_text()
-        return text, ast.parse(text)
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return "", None
-
-
-def _text_of(file: str, line: int) -> str:
-    lines = _source(file)[0].splitlines()
-    return lines[line - 1] if 0 < line <= len(lines) else ""
-
-
-def _prints(place: tuple[str, int] | None) -> bool:
-    return place is not None and bool(PRINTS.search(_text_of(*place)))
-
-
-def _reads(place: tuple[str, int] | None) -> bool:
-    """True if a line, or a loop around it that does not train, reads numbers of tensors."""
-    if place is None or _clips(place):
-        return False
-    loops = (ast.For, ast.ListComp, ast.GeneratorExp)
-    around = [text for node, text in _around(place) if isinstance(node, loops)][:2]
-    around = [text for text in around if "backward(" not in text and ".step(" not in text]
-    return any(READS.search(text) for text in [_text_of(*place), *around])
-
-
-def _waits(place: tuple[str, int] | None) -> bool:
-    """True if a line, or the function around it, waits for other ranks."""
-    if place is None:
-        return False
-    functions = [text for node, text in _around(place) if isinstance(node, ast.FunctionDef)]
-    return any(WAITS.search(text) for text in [_text_of(*place), *functions[:1]])
-
-
-def _clips(place: tuple[str, int] | None) -> bool:
-    """True if a loop or a function around a line changes gradients by their size."""
-    return any(CLIPS.search(said) for said in _on_gradients(place))
-
-
-def _updates(place: tuple[str, int] | None) -> bool:
-    """True if a loop or a function around a line changes parameters by their gradients."""
-    around = _on_gradients(place)
-    updates = [said for said in around if UPDATES.search(said) and "_foreach_" not in said]
-    return bool(updates) and not _clips(place)
-
-
-def _on_gradients(place: tuple[str, int] | None) -> list[str]:
-    """The texts of the two innermost loops or functions around a line, if they use gradients."""
-    said = [text for _, text in _around(place)[:2]] if place is not None else []
-    return [one for one in said if ".grad" in one and "backward(" not in one]
-
-
-def _around(place: tuple[str, int]) -> list[tuple[ast.AST, str]]:
-    """The loops, functions and assignments around a line with their texts, innermost first."""
-    text, tree = _source(place[0])
-    kinds = (ast.For, ast.FunctionDef, ast.ListComp, ast.GeneratorExp, ast.Assign)
-    around = [
-        node
-        for node in ast.walk(tree or ast.Module([], []))
-        if isinstance(node, kinds) and node.lineno <= place[1] <= (node.end_lineno or node.lineno)
-    ]
-    around.sort(key=lambda one: (one.end_lineno or one.lineno) - one.lineno)
-    return [(node, ast.get_source_segment(text, node) or "") for node in around]
-
-
-def _line_of(file: str, name: str) -> int | None:
-    """Where a variable grows."""
-    grows = re.compile(rf"\b{re.escape(name)}\s*(\+=|\.append\(|=.*\b{re.escape(name)}\b)")
-    for number, line in enumerate(_source(file)[0].splitlines(), 1):
-        if grows.search(line):
-            return number
-    return None
