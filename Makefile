@@ -48,7 +48,7 @@ ARGS ?=
 # for all; and where logs and figures go.
 GPU_FIRST := bits lists amp graphs streams
 GPU_BENCH := cuda_works cuda_images
-GPU_REST := training kernels memory state_dict loader transforms sharded race sanitizer counters
+GPU_REST := training losses kernels memory state_dict loader transforms sharded race sanitizer counters
 WHEEL ?=
 SPARE ?= $(firstword $(wildcard dist/*.whl))
 PARTS ?=

@@ -138,7 +138,7 @@ def test_runs_are_forked_from_one_process(
     (tmp_path / "dies").unlink()
     assert len(runs.measure(Length(0.1, 5))["steps"]) >= 5
     assert len(started) == 2
-    server = runs._server
+    server = runs._servers[""]
     del runs
     assert server is not None
     assert not server.is_alive

@@ -33,7 +33,7 @@ NOT_NEEDED = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 # What depends on torch's inside.
 LOADER_TESTS = (
     *("batches", "datasets", "lifetime", "resume", "resume_streams", "rows"),
-    *("worker_ends", "worker_info", "worker_threads", "workers"),
+    *("worker_threads", "workers"),
 )
 TESTS = (
     "tests/optim",

@@ -141,8 +141,9 @@ def _feeds(found: Found) -> dict[str, dict[str, Any]]:
     """What may give batches faster; beside the usual, only what has gained between steps."""
     cores = found["cores"]
     usual = {f"num_workers={cores}", OURS}
-    main = max(found["loaders"], key=lambda use: use["wait"])
-    made = for_loaders(main["workers"], main["is_pageable"], cores)
+    uses = [(use["wait"], use["workers"], use["is_pageable"]) for use in found["loaders"]]
+    _, workers, is_pageable = max(uses, default=(0.0, cores, False))
+    made = for_loaders(workers, is_pageable, cores)
     return {name: how for name, how in made.items() if name in usual or name in found["switched"]}
 
 

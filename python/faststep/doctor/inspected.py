@@ -147,9 +147,10 @@ def described(optimizer: Optimizer, steps: int) -> dict[str, Any]:
     grads = [param.grad for param in params if is_whole and param.grad is not None]
     states = [
         value
-        for param in params
-        for value in optimizer.state.get(param, {}).values()
-        if isinstance(value, torch.Tensor) and value.shape == param.shape
+        for state in optimizer.state.values()  # of slices, where an optimizer is sharded
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
     ]
     return {
         "class": kind.__qualname__,
