@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..doctor import KINDS, SURE, Answer, DoctorError, examine, scratch
+from ..doctor import KINDS, MINUTES, SURE, Answer, DoctorError, examine, scratch
 from ..doctor.nodes import Nodes
 from ..doctor.runs import GRACE, Runs
 from ..doctor.sandbox import Kind, is_available
@@ -80,7 +80,7 @@ def run_doctor(argv: Sequence[str]) -> int:
     sandbox = "none" if arguments.in_place else _sandbox(arguments.network, ranks)
     try:
         if os.environ.get("RANK", "0") != "0":
-            until = time.monotonic() + 60.0 * arguments.minutes
+            until = time.monotonic() + 60.0 * (arguments.minutes or MINUTES)
             Runs(program, until, arguments.network, sandbox, ranks, nodes).follow()
             return 0
         answer = examine(
@@ -123,7 +123,7 @@ def _nodes(arguments: argparse.Namespace, ranks: int) -> Nodes | None:
         raise CommandError("ranks of several machines need the network: pass --network")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise CommandError("takes several machines from torchrun alone, whose store it uses")
-    return Nodes(60.0 * arguments.minutes + GRACE)
+    return Nodes(60.0 * (arguments.minutes or MINUTES) + GRACE)
 
 
 def _sandbox(network: bool, ranks: int) -> Kind:

@@ -16,7 +16,7 @@ from .sandbox import Kind
 from .system import notes
 from .trials import CHANGING, SURE, Remedies, Trial, Trials
 
-__all__ = ["KINDS", "SURE", "Answer", "DoctorError", "Finding", "Trial", "examine"]
+__all__ = ["KINDS", "MINUTES", "SURE", "Answer", "DoctorError", "Finding", "Trial", "examine"]
 
 MINUTES, FEW_SECONDS = 3.0, 88.0  # the latter where a step is short, unless a user asks for more
 SHORT_STEP = 0.2  # seconds

@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 from .. import _C
 from .._devices import has_kernels_for
 from .._torch.modes import is_batched, is_transformed, is_watched
-from .._torch.saved import are_hooked, is_free
+from .._torch.saved_tensors import are_hooked, is_free
 
 __all__ = ["cross_entropy"]
 
