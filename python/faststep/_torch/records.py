@@ -28,7 +28,7 @@ from .tensors import lazy_clone, neg_view, record_of, storage_record_of
 
 __all__ = ["Layout", "find"]
 
-_WORDS = 22  # that a tensor's record has at least: 176 bytes in torch 2.13, and read in every torch
+_WORDS = 22  # that a tensor's record has at least: 176 bytes in torch 2.13, and 184 in 2.11
 _META_WORDS = 12
 _STORAGE_WORDS = 8
 _ATTEMPTS = 5  # what is not in use in a record may by chance be a number that is looked for
@@ -78,7 +78,8 @@ def _search() -> Layout:
     sizes, strides = _place(impl, (13, 17, 19)), _place(impl, (1009, 53, 1))
     offset, numel = _place(impl, (100_003,)), _place(impl, (13 * 17 * 19,))
     kind = max(sizes, strides, offset, numel) + 1
-    if kind + 1 >= _WORDS or impl[sizes - 1] != 3:
+    # The two words of the kind are behind those that were found, however long the record is.
+    if impl[sizes - 1] != 3:
         raise ValueError("the record is not laid out as it should be")
     leaf = torch.empty(2, requires_grad=True)
     leaf.grad = torch.empty(2)
@@ -172,7 +173,7 @@ def _mask(place: int) -> int:
 def _seen(layout: Layout, tensor: Tensor) -> tuple[int, ...]:
     """The words that the C side compares."""
     impl = _words(id(tensor), layout.impl_in_object + 1)[-1]
-    words = _words(impl, _WORDS)
+    words = _words(impl, layout.kind + 2)
     storage, meta = words[layout.storage_in_impl], words[layout.meta_in_impl]
     memory = _words(storage, _STORAGE_WORDS)[layout.data_in_storage :][:3] if storage else []
     grad = _words(meta, _META_WORDS)[layout.grad_in_meta] if meta else 0
