@@ -1,8 +1,9 @@
 """Training loops on a CUDA device as a whole: plain torch, torch's fused optimizer, and faststep.
 
-    python benchmarks/gpu/cuda_loops.py [--rounds 3] [--json FILE] [--device cpu --tiny]
+    python benchmarks/gpu/cuda_loops.py [--rounds 2] [--json FILE] [--device cpu --tiny]
 
-In each round every way has a process of its own. A gain is over plain torch in the same round.
+In each round every way has a process of its own. They take turns of some steps, there and back; a
+gain is over plain torch in the same turns.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,93 +20,93 @@ from typing import Any
 import torch
 
 import faststep.cli.scripts
-from faststep.cli.console import table
+from faststep.cli.console import CommandError, table
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parent / "whole")]
 from modes import FUSED, MODES, PLAIN, RUN, SWAPPED  # noqa: E402
+from turns import interval, play, ratios  # noqa: E402
 
 from cuda_report import cuda_machine  # noqa: E402
 
 LOOPS = {
-    "GPT-2 small, bf16": ("gpt.py",),
-    "GPT of 4 x 256, bf16": ("gpt.py", "--small", "--steps", "40"),
-    "ResNet-50, fp16": ("resnet50.py",),
+    "GPT-2 small, bf16": ("gpt.py", 10),
+    "GPT of 4 x 256, bf16": ("gpt.py", 40, "--small"),
+    "ResNet-50, fp16": ("resnet50.py", 10),
 }
 WAYS = (PLAIN, FUSED, SWAPPED, RUN)
+TURNS = 6
 Found = dict[str, Any]
 
 
-def run(way: str, script: str, arguments: list[str], folder: Path) -> Found:
-    """The figures of one process; raises RuntimeError with what a script that fails has said."""
-    mode = MODES[way]
-    changed = folder / script
-    changed.write_text(mode.change((HERE / "loops" / script).read_text()))
-    command = [sys.executable, *mode.command, str(changed), *arguments]
-    paths = [str(folder), str(HERE / "loops"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{way}, {script}: {done.stderr[-3000:]}")
-    found: Found = json.loads(done.stdout.splitlines()[-1])
-    found["said"] = [line for line in done.stderr.splitlines() if "faststep" in line]
-    return found
+def round_of(name: str, sizes: list[str], folder: Path) -> dict[str, Found]:
+    """The figures of each way in one round."""
+    script, turn, *arguments = LOOPS[name]
+    commands = {}
+    for way in WAYS:
+        mode = MODES[way]
+        changed = folder / way / str(script)
+        changed.parent.mkdir(exist_ok=True)
+        changed.write_text(mode.change((HERE / "loops" / str(script)).read_text()))
+        paths = [str(folder), str(HERE / "loops"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        options = [*map(str, arguments), *sizes, "--turns", str(TURNS)]
+        commands[way] = [sys.executable, *mode.command, str(changed), *options], environment
+    return play(commands, int(turn), TURNS)
 
 
-def as_table(results: dict[str, dict[str, list[Found]]]) -> str:
-    """Milliseconds of a step, the gain with its range over the rounds, peak, and losses."""
-    rows = []
-    for name, ways in results.items():
-        plain = [statistics.median(one["seconds"]) for one in ways[PLAIN]]
-        wanted = ways[PLAIN][0]["losses"]
-        for way, runs in ways.items():
-            own = [statistics.median(one["seconds"]) for one in runs]
-            gains = [a / b for a, b in zip(plain, own, strict=True)]
-            apart = max(abs(a - b) for a, b in zip(runs[0]["losses"], wanted, strict=True))
-            rows.append(
-                [
-                    name,
-                    way,
-                    f"{1e3 * statistics.median(own):.2f}",
-                    f"{statistics.median(gains):.2f}x ({min(gains):.2f} to {max(gains):.2f})",
-                    f"{runs[0]['peak'] / 2**20:.0f}",
-                    f"{apart:.1e}",
-                ]
-            )
-    header = ["loop", "way", "ms of a step", "gain", "peak MiB", "loss differs by"]
-    return table(header, rows, markdown=True)
+def rows_of(name: str, rounds: list[dict[str, Found]]) -> list[list[str]]:
+    """Of each way: milliseconds of a step, the gain with its interval, peak, and losses."""
+    plain, rows = [found[PLAIN] for found in rounds], []
+    for way in rounds[0]:
+        runs = [found[way] for found in rounds]
+        mean, low, high = interval(
+            [
+                gain
+                for one, other in zip(plain, runs, strict=True)
+                for gain in ratios([[a] for a in one["turns"]], [[b] for b in other["turns"]])
+            ]
+        )
+        apart = max(abs(a - b) for a, b in zip(runs[0]["losses"], plain[0]["losses"], strict=True))
+        milliseconds = statistics.median(s for run in runs for s in run["phases"]["step"]) * 1e3
+        gain = f"{mean:.2f}x ({low:.2f} to {high:.2f})"
+        peak = f"{runs[0]['peak'] / 2**20:.0f}"
+        rows.append([name, way, f"{milliseconds:.2f}", gain, peak, f"{apart:.1e}"])
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     sizes = ["--device", given.device, *(["--tiny"] if given.tiny else [])]
-    results: dict[str, dict[str, list[Found]]] = {}
+    about = f"{cuda_machine()}, torch {torch.__version__}"
+    print(about, flush=True)
+    results: dict[str, list[dict[str, Found]]] = {}
+    rows, failed = [], False
     with tempfile.TemporaryDirectory(prefix="loops-") as made:
         folder = Path(made)
         model = Path(faststep.cli.scripts.__file__).with_name("gpt.py")
         (folder / "gpt_model.py").write_text(model.read_text())
-        for _ in range(given.rounds):
-            for name in given.loops:
-                script, *arguments = LOOPS[name]
-                for way in WAYS:
-                    try:
-                        found = run(way, script, [*arguments, *sizes], folder)
-                    except (RuntimeError, subprocess.TimeoutExpired) as error:
-                        print(error, file=sys.stderr)
-                        continue
-                    results.setdefault(name, {}).setdefault(way, []).append(found)
-    about = f"{cuda_machine()}, torch {torch.__version__}"
-    if given.json:
-        given.json.write_text(json.dumps({"machine": about, "loops": results}, indent=1) + "\n")
-    print(f"{about}\n\n{as_table(results)}")
+        for name in given.loops:
+            try:
+                results[name] = [round_of(name, sizes, folder) for _ in range(given.rounds)]
+            except CommandError as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                failed = True
+                continue
+            rows += rows_of(name, results[name])
+            print("; ".join(" ".join(row[1:]) for row in rows[-len(WAYS) :]), flush=True)
+            if given.json:
+                found = {"machine": about, "loops": results}
+                given.json.write_text(json.dumps(found, indent=1) + "\n")
+    header = ["loop", "way", "ms of a step", "gain", "peak MiB", "loss differs by"]
+    print(f"\n{table(header, rows, markdown=True)}")
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

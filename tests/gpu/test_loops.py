@@ -219,31 +219,43 @@ def test_masters() -> None:
             torch.testing.assert_close(rounded.float(), param, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_release_and_accumulation(steps: int) -> None:
-    """Real gradients: updates in backward, and windows of micro-batches."""
-    model, whole = model_of(), model_of()
-    optimizer, reference = our_adamw(model.parameters()), adamw(whole.parameters())
-    if steps == 1:
-        handle: Any = faststep.release_gradients(model, optimizer)
-    else:
-        handle = faststep.accumulate(optimizer, steps=steps)
-    ours, theirs = [], []
-    for number, (inputs, targets) in enumerate(batches()):
+def test_release() -> None:
+    """Updates in backward, of gradients that autograd makes."""
+    model, losses = model_of(), []
+    optimizer = our_adamw(model.parameters(), max_grad_norm=None)
+    release = faststep.release_gradients(model, optimizer)
+    for inputs, targets in batches():
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
+        assert all(param.grad is None for param in model.parameters())
         optimizer.step()
-        if steps == 1:
-            assert all(param.grad is None for param in model.parameters())
-        ours.append(loss.detach())
+        losses.append(loss.detach())
+    release.remove()
+    close(losses, loop(adamw, lambda params, limit: None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accumulation(dtype: torch.dtype) -> None:
+    """Windows of four micro-batches; bf16 gradients are summed in fp32."""
+    model, whole, window = model_of(dtype), model_of(), 4
+    optimizer, reference = our_adamw(model.parameters()), adamw(whole.parameters())
+    sums = faststep.accumulate(optimizer, window, model=model, dtype=torch.float32)
+    ours, theirs = [], []
+    for number, (inputs, targets) in enumerate(batches()):
+        with sums:
+            loss = nn.functional.cross_entropy(model(inputs.to(dtype)), targets)
+            sums.backward(loss)
+        assert sums.ready is (number % window == window - 1)
+        ours.append(loss.detach().float())
         loss = nn.functional.cross_entropy(whole(inputs), targets)
-        (loss / steps).backward()
+        (loss / window).backward()
         theirs.append(loss.detach())
-        if number % steps == steps - 1:
-            reference.step()
-            reference.zero_grad()
-    handle.remove()
-    close(ours, theirs)
+        if sums.ready:
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+    sums.remove()
+    close(ours, theirs, 1e-4 if dtype is torch.float32 else 5e-2)
 
 
 SCRIPT = """
