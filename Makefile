@@ -47,8 +47,8 @@ ARGS ?=
 # the files to run, first the bits, then the figures, by PARTS="bits race" some of them; seconds for each and
 # for all; and where logs and figures go.
 GPU_FIRST := bits lists amp graphs streams
-GPU_BENCH := cuda_works cuda_images
-GPU_REST := training losses kernels memory state_dict loader transforms sharded race sanitizer counters
+GPU_BENCH := cuda_works cuda_images cuda_loops
+GPU_REST := training loops losses kernels quick_math memory state_dict loader transforms sharded race sanitizer counters
 WHEEL ?=
 SPARE ?= $(firstword $(wildcard dist/*.whl))
 PARTS ?=

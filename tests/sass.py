@@ -3,9 +3,7 @@
     python tests/sass.py                     for sm_90, compiled with the flags of cuda/
     python tests/sass.py --arch sm_80 sm_90
     python tests/sass.py --cubin FILE        a cubin, with rules if nvcc had -lineinfo
-    python tests/sass.py --record            writes tests/cuda/budgets.json anew, and then as
-    python tests/sass.py --predict           writes what the budgets predict into docs/benchmarks.md
-    python tests/sass.py --rival FILE        torch's fused Adam, in a cubin of libtorch_cuda.so
+    python tests/sass.py --record            writes tests/cuda/budgets.json anew
 
 Per element: instructions (the longest way, and the shortest), operations of the fp64 pipe. Per
 iteration: elements of a thread, 16-byte loads, how many of them are issued before the first wait,
@@ -17,16 +15,13 @@ recognised.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 
 import nvcc
-from machine.budgets import load, record
+from machine.budgets import record
 from machine.figures import Loop, loops_of
 from machine.listing import disassemble, nvdisasm
-from machine.predict import PAGE, rival, written
-from machine.predict import table as prediction
 
 COLUMNS = {
     "instructions": "instr/el",
@@ -62,12 +57,6 @@ def table(loops: list[Loop]) -> str:
     return "\n".join(lines)
 
 
-def predict() -> None:
-    text = prediction(load())
-    PAGE.write_text(written(PAGE.read_text(), text))
-    print(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -76,19 +65,11 @@ def main() -> None:
     parser.add_argument("--cubin", type=Path)
     parser.add_argument("--match", default="", help="a regular expression for names of loops")
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--predict", action="store_true")
-    parser.add_argument("--rival", type=Path)
     given = parser.parse_args()
-    if given.predict:
-        return predict()
     if not nvdisasm():
         raise SystemExit("nvdisasm is not found: pip install nvidia-cuda-nvdisasm")
     if given.record:
-        record()
-        return predict()
-    if given.rival:
-        print(json.dumps(rival(given.rival), indent=1))
-        return
+        return record()
     for arch in given.arch:
         cubin = given.cubin or nvcc.cubin(arch)
         print(f"{arch}: {cubin}")

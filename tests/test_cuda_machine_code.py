@@ -14,7 +14,6 @@ from machine.budgets import ARCHITECTURES, Table, complaints, load, measure
 from machine.figures import LEFT_OUT, Loop, Way, loops_of, ways_through
 from machine.graph import blocks, loops
 from machine.listing import disassemble, nvdisasm, parse
-from machine.predict import PAGE, Pass, table, written
 from nvcc import NVCC, run, version
 
 BUDGETS = load()
@@ -186,28 +185,6 @@ def test_every_loop_over_words_keeps_the_registers_free_of_spills(measured: Tabl
     for name, architectures in measured.items():
         for arch, figures in architectures.items():
             assert (figures["stack"], figures["spills"]) == (0, 0), f"{name}, {arch}"
-
-
-def test_the_predictions_are_those_of_the_budgets() -> None:
-    page = PAGE.read_text()
-    assert written(page, table(BUDGETS)) == page, "run python tests/sass.py --predict"
-
-
-def test_predictions_follow_from_the_counts() -> None:
-    memory = Pass(bytes=28, loaded=16, instructions=55, in_flight=65536)
-    assert memory.seconds(1.0) == memory.seconds(0.7) == pytest.approx(28 / 4.3e12)
-    busy = Pass(bytes=14, loaded=8, instructions=129, in_flight=65536)
-    assert busy.seconds(0.7) == pytest.approx(129 / 32 / 9.3e11 / 0.7)
-    waits = Pass(bytes=14, loaded=8, instructions=35, in_flight=2048)
-    assert waits.seconds(1.0) == pytest.approx(8 * 0.8e-6 / (2048 * 132))
-    loops = {
-        f"{kernel} {kind}": {"sm_90": {"instructions": count, "in_flight": 65536}}
-        for kind, update, norm in (("fp32", 85, 15.5), ("bf16", 129, 18.5))
-        for kernel, count in (("fst_update adam", update), ("fst_begin", norm))
-    }
-    lines = table({"loops": loops}).splitlines()
-    assert lines[5] == "| bf16: step | 14 | 14 | 129 | 59 | 0.53x to 0.75x |"
-    assert lines[2] == "| fp32: step | 28 | 28 | 85 | 48 | 1.00x |"
 
 
 def test_budgets_are_within_the_limits_but_for_those_that_are_named() -> None:

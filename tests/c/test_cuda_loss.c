@@ -50,12 +50,13 @@ static void put(const loss *m, char *to, size_t at, float value)
 /* Logits of exactly the size that is needed; a few are special. */
 static void make(loss *m)
 {
-    static const int64_t sizes[] = {1, 31, 32, 33, 1000, 1024, 1025, 8191, 8192, 8193, 9300};
+    static const int64_t sizes[] = {1,    31,   32,   33,   1000, 1024,  1025,
+                                    4096, 4097, 8191, 8192, 8193, 33000, 131072 + 1500};
     static const float special[] = {INFINITY, -INFINITY, NAN, 3e38f, -3e38f, 0.0f};
     fst_loss_batch *b = &m->batch;
     *m = (loss){.mean = (int)random_below(2)};
-    b->rows = 1 + (int64_t)random_below(MAX_ROWS);
     b->classes = sizes[random_below(sizeof sizes / sizeof *sizes)];
+    b->rows = 1 + (int64_t)random_below(b->classes > 10000 ? 2 : MAX_ROWS);
     b->stride = b->classes + (int64_t)random_below(3);
     b->dtype = (fst_dtype[]){FST_F32, FST_BF16, FST_F16}[random_below(3)];
     b->smoothing = (double[]){0.0, 0.1, 1.0}[random_below(3)];

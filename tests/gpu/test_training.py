@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import faststep
+from faststep import _C
 
 from .common import REHEARSAL, Twins, place, values
 
@@ -79,3 +80,25 @@ def test_windows_of_micro_steps(dtype: torch.dtype) -> None:
         twins.assert_same(a, b)
     for one in sums:
         one.remove()
+
+
+def test_updates_of_small_parameters_share_their_launches() -> None:
+    """A step for 16 MB of gradients, and one for the rest at the end of backward."""
+    twins = Twins([values((n,), n) for n in range(1, 41)])
+    for param in twins.cuda if REHEARSAL else ():
+        param.register_post_accumulate_grad_hook(move_grad)
+    a, b = twins.optimizers(faststep.optim.AdamW, lr=1e-2)
+    release = faststep.release_gradients(torch.nn.ParameterList(twins.cuda), b)
+    for step in range(3):
+        grads = [values(tuple(p.shape), 100 * step + i) for i, p in enumerate(twins.cpu)]
+        twins.set_grads(grads)
+        for param in twins.cuda:
+            param.grad = None
+        before = _C.device_counts()[0]
+        losses = [Given.apply(p, g) for p, g in zip(twins.cuda, grads, strict=True)]
+        torch.stack([loss.as_subclass(torch.Tensor) for loss in losses]).sum().backward()
+        assert _C.device_counts()[0] == before + 2
+        assert all(param.grad is None for param in twins.cuda)
+        a.step(), b.step()
+        twins.assert_same(a, b)
+    release.remove()

@@ -103,10 +103,13 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 
 def any_found(found: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A new 0-d float32 tensor: 1 if any flag is set, else 0."""
+    """A new 0-d float32 tensor: 1 if any flag is, else 0."""
+    flags = [flag.to(device, non_blocking=True) for flag in found]
+    if len(flags) == 1:
+        return flags[0].clone()
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for flag in found:
-        total += flag.to(device, non_blocking=True)
+    for flag in flags:
+        total += flag
     return total.ne_(0.0)
 
 

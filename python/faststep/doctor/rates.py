@@ -28,12 +28,14 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         operations: by the shape of the product; that of a convolution is the one it amounts to.
         convolutions: the part of them that convolutions are.
+        devices: where so many of them were done.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: Counter[Shape] = Counter()
         self.convolutions = 0
+        self.devices: Counter[torch.device] = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -48,9 +50,16 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if count is not None:
             done = count(*args, **(kwargs or {}), out_val=result)
             self.operations[_shape(packet.__name__, args, result)] += int(done)
+            self.devices[_first(result).device] += int(done)
             if packet.__name__.startswith("convolution"):
                 self.convolutions += int(done)
         return result
+
+
+def _first(result: Any) -> torch.Tensor:
+    """The tensor, or the first of several, of which the others may be None."""
+    tensors = [result] if isinstance(result, torch.Tensor) else result
+    return next(one for one in tensors if isinstance(one, torch.Tensor))
 
 
 def _recurrent(text: Any, of_input: Any, of_state: Any, *others: Any, out_val: Any) -> int:
@@ -76,17 +85,24 @@ def _shape(name: str, args: Any, result: Any) -> Shape:
 
 
 def measured(products: Products) -> dict[str, float]:
-    """The rates of this machine, for a step that does so much.
+    """The rates of the device that does most of the products, for a step that does so much.
 
     Returns:
         `copy` in bytes per second; `operations` of a step, and `convolutions`, a part of them;
         `fp32` and `bf16`, in operations per second, for products of the step's shapes.
     """
     operations = products.operations
+    best = products.devices.most_common(1)
+    with best[0][0] if best else torch.device("cpu"):
+        return _rates(operations, products.convolutions)
+
+
+def _rates(operations: Counter[Shape], convolutions: int) -> dict[str, float]:
+    """On torch's default device."""
     return {
         "copy": _copy_rate(),
         "operations": operations.total(),
-        "convolutions": products.convolutions,
+        "convolutions": convolutions,
         "fp32": _product_rate(operations, torch.float32),
         "bf16": _product_rate(operations, torch.bfloat16),
     }
@@ -113,11 +129,14 @@ def _copy_rate() -> float:
 
 def _seconds(call: Callable[[], Any]) -> float:
     """The least that a call takes."""
+    wait = torch.cuda.synchronize if torch.get_default_device().type == "cuda" else int
     least = float("inf")
     call()
+    wait()
     begun = time.perf_counter()
     while time.perf_counter() - begun < SECONDS:
         before = time.perf_counter()
         call()
+        wait()
         least = min(least, time.perf_counter() - before)
     return least

@@ -68,10 +68,13 @@ class _CrossEntropy(torch.autograd.Function):
             is_seen = torch.compiler.is_compiling() or _is_seen(by)
             if ctx.is_hooked or torch.is_grad_enabled() or is_seen or not is_free(slope):
                 grads.append((slope * by).to(slope.dtype))
-            elif by.ndim or by.is_cuda or by.item() != 1:  # which waits for a device
+            elif by.ndim:
                 grads.append(slope.detach().mul_(by))
-            else:
+            elif by.is_cuda:  # the host does not know whether it is 1, but the kernel does
+                _C.device_unscale([slope.detach()], by, None, True)
                 grads.append(slope.detach())
+            else:
+                grads.append(slope.detach() if by.item() == 1 else slope.detach().mul_(by))
         return sum(grads[1:], grads[0]), None, None
 
 

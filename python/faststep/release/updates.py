@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._torch.ddp import after_backward, current_backward
 from .._torch.library import address_of_mode_depth
 from .._torch.modes import is_watched
 from ..amp.protocol import AskedToUnscale
@@ -28,6 +29,7 @@ from .tied import give_rows, tied_embeddings
 __all__ = ["Release"]
 
 _MODE_DEPTH = address_of_mode_depth()
+_TOGETHER = 16 << 20  # bytes of gradients on a CUDA device for which a step begins
 
 
 class _Place:
@@ -57,6 +59,9 @@ class Release:
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
+        self._waiting: list[Tensor] = []  # parameters that the next step on a device will update
+        self._steppers: list[Stepper] = []  # of the first of these steps, the second, and so on
+        self._turn = 0  # which of them comes next
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
         self._otherwise = weakly(self.hooked)
@@ -113,7 +118,8 @@ class Release:
         """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
         self._clipping.prepare(hook)
-        hook.plain = self._reduced is None and _MODE_DEPTH != 0
+        waits = param.is_cuda and self._clipping.way is None
+        hook.plain = self._reduced is None and _MODE_DEPTH != 0 and not waits
         place = _Place(hook)
         self._places.add(param, place, hook)
         return place
@@ -144,10 +150,9 @@ class Release:
         self._used.clear()
 
     def _update(self, place: _Place, param: Tensor) -> None:
-        """Step one parameter."""
+        """Step one parameter, or let it wait for others on its device."""
         optimizer = self._optimizer()
-        grad = param.grad
-        if optimizer is None or grad is None:
+        if optimizer is None or param.grad is None:
             return
         if not self._rules:  # the first gradient since the last step
             refuse_code_before_step(optimizer, self._before)
@@ -163,6 +168,71 @@ class Release:
                 "accumulated; remove() the release for that"
             )
         check_clipping(optimizer, self._clipping.way)
+        reduced = self._reduced is not None and param in self._reduced
+        if param.is_cuda and self._clipping.way is None and not reduced and current_backward() >= 0:
+            self._wait(optimizer, place, param)
+            return
+        self._update_alone(optimizer, place, param, param.grad)
+        if not reduced:
+            param.grad = None
+
+    def _wait(self, optimizer: FusedOptimizer, place: _Place, param: Tensor) -> None:
+        """On a device the launches of a small step take longer than its update."""
+        self._rule_of(optimizer, place)  # what is wrong with it is said here
+        place.hook.updated = True
+        if not self._waiting:
+            after_backward(weakly(self._step_together))
+        self._waiting.append(param)
+        grads = (one.grad for one in self._waiting)
+        if sum(grad.nbytes for grad in grads if grad is not None) >= _TOGETHER:
+            self._step_together()
+
+    def _step_together(self) -> None:
+        """Step those that wait, and free their gradients."""
+        optimizer, waiting = self._optimizer(), self._waiting[:]
+        self._waiting.clear()
+        places = [
+            (place, param)
+            for param, place in zip(waiting, self._places.of_each(waiting), strict=True)
+            if place is not None and param.grad is not None
+        ]
+        if optimizer is None or not places:
+            return
+        try:
+            as_one = self._step_as_one(optimizer, places)
+            for place, param in places:
+                if not as_one and param.grad is not None:
+                    self._update_alone(optimizer, place, param, param.grad)
+                param.grad = None
+        except BaseException:
+            for place, param in places:
+                place.hook.updated = param.grad is None
+            raise
+
+    def _step_as_one(self, optimizer: FusedOptimizer, places: list[tuple[_Place, Tensor]]) -> bool:
+        """False, and nothing is done, if one of them is not for C."""
+        if is_watched():
+            return False
+        if self._turn == len(self._steppers):
+            self._steppers.append(Stepper())
+        stepper, self._turn = self._steppers[self._turn], self._turn + 1
+        lists: dict[int, list[Tensor]] = {}
+        for place, param in places:
+            lists.setdefault(place.hook.group, []).append(param)
+        rules = [self._rules[group] for group in lists]
+        unchanged = "no parameter was updated"
+        plan_step = PlanStep(
+            optimizer, [*lists.values()], lambda: rules, [*lists], False, unchanged
+        )
+        try:
+            stepper.step(plan_step, StepRequest(None, None, False, None))
+        except _C.TensorError:
+            return False
+        return True
+
+    def _update_alone(
+        self, optimizer: FusedOptimizer, place: _Place, param: Tensor, grad: Tensor
+    ) -> None:
         rule = self._rule_of(optimizer, place)
         max_norm = optimizer._max_grad_norm
         try:
@@ -177,8 +247,6 @@ class Release:
             request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step_by_torch(optimizer, place, param, request, str(explained))
         place.hook.updated = True
-        if self._reduced is None or param not in self._reduced:
-            param.grad = None
 
     def _check_model(self) -> None:
         """Raise if an unknown DistributedDataParallel reduces the gradients; looks only once."""
@@ -232,6 +300,8 @@ class Release:
         for place in updated:
             place.hook.updated = False
         self._clipping.scale = None
+        self._waiting.clear()  # after a backward that failed: the step has used them
+        self._turn = 0
         self._rules.clear()
         self._attach(optimizer)
 
