@@ -3,8 +3,8 @@
 #ifndef FST_CUDA_LIST_KERNELS_H
 #define FST_CUDA_LIST_KERNELS_H
 
-/* Unscales one round. Each round adds to what the rounds before it found. By 1, and with nobody who
- * asks for that, there is nothing to do. */
+/* Unscales one round. Each round adds to what the rounds before it found. Where the inverse is
+ * given as 1, and nobody wants to know of overflows, there is nothing to do. */
 FST_KERNEL(fst_unscale, fst_unscale_launch)
 {
     FST_SHARED(fst_shared, shared);
@@ -13,7 +13,7 @@ FST_KERNEL(fst_unscale, fst_unscale_launch)
     const double factor = !launch.scale.data ? launch.factor
                           : launch.inverse   ? fst_scalar_read(&launch.scale)
                                              : fst_inverse_scale(&launch.scale);
-    if (factor == 1.0 && !launch.found_inf.data)
+    if (launch.inverse && factor == 1.0 && !launch.found_inf.data)
         return;
     const fst_reduction squares = fst_squares(factor, 1);
     const int seen = fst_reduce_chunks(shared, tables, launch.operand, &squares);

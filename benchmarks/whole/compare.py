@@ -1,7 +1,8 @@
 """Real training loops as a whole: plain torch, and the ways to use faststep.
 
-    python benchmarks/whole/compare.py                          # all of it, in half an hour
+    python benchmarks/whole/compare.py                          # all of it, in three hours
     python benchmarks/whole/compare.py --quick                  # half of the scripts, three rounds
+    python benchmarks/whole/compare.py --modes swapped run --rounds 5       # the chart of README
     python benchmarks/whole/compare.py --works CNN --also "torch.compile" mallopt
     python benchmarks/whole/compare.py --tcmalloc libtcmalloc_minimal.so.4
 

@@ -121,13 +121,14 @@ static int same_list(const list *a, const list *b)
 /* A launch of fst_norm or fst_unscale, which leaves its outcome in `d`. */
 static void run_kernel(const list *l, const squares *s, int write, unsigned grid, device *d)
 {
-    double scale = s->factor, norm = -1.0;
+    double scale = s->factor, norm = -1.0, found = 0.0;
     const fst_work work = fst_plan_work(&l->plan);
     device_make(d, &work, 0);
     simt_shuffle_by(random_below(3));
     if (write) {
         fst_unscale_launch launch = {.tables = d->tables, .inverse = 1};
         launch.scale = scalar_at(&scale, 1);
+        launch.found_inf = scalar_at(&found, 1); /* without it 1 would be no work */
         device_launch(d, kernel_of(write), grid, &launch);
     } else {
         fst_norm_launch launch = {.tables = d->tables, .power = 2.0, .kind = FST_NORM_SQUARES};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -62,6 +63,7 @@ class Release:
         self._waiting: list[Tensor] = []  # parameters that the next step on a device will update
         self._steppers: list[Stepper] = []  # of the first of these steps, the second, and so on
         self._turn = 0  # which of them comes next
+        self._lock = threading.Lock()  # autograd has a thread for each device
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
         self._otherwise = weakly(self.hooked)
@@ -184,13 +186,17 @@ class Release:
             after_backward(weakly(self._step_together))
         self._waiting.append(param)
         grads = (one.grad for one in self._waiting)
-        if sum(grad.nbytes for grad in grads if grad is not None) >= _TOGETHER:
+        if sum(g.numel() * g.element_size() for g in grads if g is not None) >= _TOGETHER:
             self._step_together()
 
     def _step_together(self) -> None:
         """Step those that wait, and free their gradients."""
-        optimizer, waiting = self._optimizer(), self._waiting[:]
-        self._waiting.clear()
+        with self._lock:
+            waiting = [self._waiting.pop(0) for _ in range(len(self._waiting))]
+            self._step_these(waiting)
+
+    def _step_these(self, waiting: list[Tensor]) -> None:
+        optimizer = self._optimizer()
         places = [
             (place, param)
             for param, place in zip(waiting, self._places.of_each(waiting), strict=True)
