@@ -13,7 +13,9 @@
 
 enum {
     FST_LOSS_STRIPS = 128, /* of a row, that a block takes between two waits for all of it */
-    FST_LOSS_AT_ONCE = 4,  /* loads of a thread from a cache that are in flight together */
+    /* Loads of a thread that are in flight together: from memory, and from a cache. */
+    FST_LOSS_FROM_FAR = 4,
+    FST_LOSS_AT_ONCE = 2,
 };
 
 /* What the threads of a block share; a team of one warp has a part of each. */
@@ -105,12 +107,12 @@ FST_DEVICE float fst_strip_most(const char *strip, uint32_t count, int32_t dtype
     const uint32_t first = threadIdx.x % (FST_LOSS_LANES / items) * items;
     const uint32_t end = (uint32_t)fst_hidden(FST_LOSS_STRIP);
     float most = -INFINITY;
-    for (uint32_t at = first; at < end; at += FST_LOSS_LANES * FST_AT_ONCE) {
-        fst_words words[FST_AT_ONCE];
+    for (uint32_t at = first; at < end; at += FST_LOSS_LANES * FST_LOSS_FROM_FAR) {
+        fst_words words[FST_LOSS_FROM_FAR];
         fst_loss_load(strip + at * (sizeof *words / items), fst_left_of((int64_t)count - at, end),
-                      dtype, items, words, FST_AT_ONCE);
+                      dtype, items, words, FST_LOSS_FROM_FAR);
         FST_UNROLL
-        for (uint32_t k = 0; k < FST_AT_ONCE; k++) {
+        for (uint32_t k = 0; k < FST_LOSS_FROM_FAR; k++) {
             float x[8];
             fst_loss_widen(&words[k], dtype, items, x);
             FST_UNROLL

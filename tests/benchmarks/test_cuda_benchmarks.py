@@ -135,7 +135,7 @@ def test_goals_and_plot_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         order=names,
         host={name: [1e-4] for name in names},
         whole={name: [2e-3] for name in names},
-        launches={OURS: 3, cuda_works.FUSED: 40, cuda_works.FOREACH: None},
+        launches={OURS: 4, cuda_works.FUSED: 40, cuda_works.FOREACH: None},
     )
     rows = [line.split("  ") for line in cuda_report.cuda_goals([outcome]).splitlines()[2:]]
     measured = [[cell.strip() for cell in row if cell.strip()] for row in rows]
@@ -143,10 +143,10 @@ def test_goals_and_plot_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         [cuda_works.FUSED, "1.60x", "2.00x", "reached"],
         [cuda_works.FOREACH, "3.00x", "2.50x", "missed"],
         ["copy on the device", "0.90x", "0.80x", "missed"],
-        ["3 launches", "1.00x", "1.00x", "reached"],
+        ["4 launches", "1.00x", "1.00x", "reached"],
     ]
     details = cuda_report.cuda_tables([outcome])
-    assert [line.split()[-1] for line in details.splitlines()[-3:]] == ["3", "40", "-"]
+    assert [line.split()[-1] for line in details.splitlines()[-3:]] == ["4", "40", "-"]
     saved = tmp_path / "run.json"
     saved.write_text(json.dumps(cuda_report.cuda_json([outcome])))
     drawn = draw(saved)
