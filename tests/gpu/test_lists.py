@@ -146,3 +146,14 @@ def test_sums_of_two_terms(dtype: torch.dtype, start: bool) -> None:
     terms = [values((n,), n, d) for n, d, _ in kinds]
     more = [values((n,), n + 1, d) for n, _, d in kinds]
     assert_same_sums(dtype, 0.3, start, terms, more)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_unscaling_without_a_flag(dtype: torch.dtype) -> None:
+    """By 1 nothing is written; by other numbers it is as with a flag."""
+    tensor = values((20_001,), 1, dtype)
+    tensor[:2] = torch.tensor([math.inf, math.nan], dtype=dtype)
+    for factor in (1.0, 0.5):
+        there = place(tensor, CUDA)
+        _C.device_unscale([there], place(torch.tensor(factor), CUDA), None, True)
+        assert same_bits(there.cpu(), tensor * factor)

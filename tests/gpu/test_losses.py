@@ -30,13 +30,14 @@ def test_the_bits_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int], smoothi
 
 @pytest.mark.skipif(REHEARSAL, reason="torch's operators take the tensors of the fake machine")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("factor", [1, 2])  # what the kernel of backward multiplies by
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_torchs_results(dtype: torch.dtype, reduction: str) -> None:
-    """No farther from the exact gradient than torch's, or half a place of the gradient's type."""
+def test_torchs_results(dtype: torch.dtype, factor: int, reduction: str) -> None:
+    """No farther from the exact gradient than torch's, or two roundings to its type."""
     target = (torch.arange(300) * 7 % 1030).to(CUDA)
     exact = values((300, 1030), 3, dtype, 4.0).double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(exact, target.cpu(), reduction=reduction)
-    (2 * wanted).sum().backward()
+    (factor * wanted).sum().backward()
     assert exact.grad is not None
     found, apart = [], []
     for function in (functional.cross_entropy, torch.nn.functional.cross_entropy):
@@ -44,11 +45,11 @@ def test_torchs_results(dtype: torch.dtype, reduction: str) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = function(logits, target, reduction=reduction)
         with no_synchronization():
-            (2 * loss).sum().backward()
+            (factor * loss).sum().backward()
         assert logits.grad is not None
-        found.append(loss.detach())
+        found.append(loss.detach().cpu().double())
         error = (logits.grad.cpu().double() - exact.grad).abs()
         apart.append((error / exact.grad.abs().clamp(min=1e-4)).max().item())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], wanted.detach(), rtol=1e-5, atol=1e-5)
     print(f"relative errors of the gradient: {apart[0]:.2e}, torch's {apart[1]:.2e}")
-    assert apart[0] <= max(apart[1], 1.01 * torch.finfo(dtype).eps / 2, 1e-5)
+    assert apart[0] <= max(apart[1], 1.01 * torch.finfo(dtype).eps, 1e-5)
