@@ -143,6 +143,8 @@ def measured(name: str, modes: Mapping[str, Mode], rounds: int, show: Any) -> Fo
         sizes = ["--steps", str(turn * TURNS), "--warm-up", str(work.warm_up), *work.arguments]
         if work.from_files:
             sizes += ["--files", f"{folder}/files"]
+        found["products"] = products_of(work, sizes, folder)  # it alone makes the files
+        if work.from_files:
             found["workers"] = best_workers(work, sizes, folder)
             sizes += ["--workers", found["workers"]["best"]]
         commands = {}
@@ -151,7 +153,6 @@ def measured(name: str, modes: Mapping[str, Mode], rounds: int, show: Any) -> Fo
                 commands[mode] = command_of(work, how, sizes, folder / str(number))
             except NotThisScriptError as reason:
                 found["absent"][mode] = str(reason)
-        found["products"] = products_of(work, sizes, folder)
         for number in range(rounds):
             for mode, run in play(commands, turn, TURNS).items():
                 runs.setdefault(mode, []).append(run)
