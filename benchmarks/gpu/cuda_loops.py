@@ -17,21 +17,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import faststep.cli.scripts
 from faststep.cli.console import CommandError, table
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parent / "whole")]
 from modes import FUSED, MODES, PLAIN, RUN, SWAPPED  # noqa: E402
-from turns import interval, play, ratios  # noqa: E402
+from turns import interval, play  # noqa: E402
+from works import FOLDERS  # noqa: E402
 
 from cuda_report import cuda_machine  # noqa: E402
 
 LOOPS = {
-    "GPT-2 small, bf16": ("gpt.py", 10),
-    "GPT of 4 x 256, bf16": ("gpt.py", 40, "--small"),
+    "GPT-2 small, bf16": ("gpt2.py", 10),
+    "GPT of 4 x 256, bf16": ("gpt2.py", 40, "--small"),
     "ResNet-50, fp16": ("resnet50.py", 10),
 }
 WAYS = (PLAIN, FUSED, SWAPPED, RUN)
@@ -48,7 +46,7 @@ def round_of(name: str, sizes: list[str], folder: Path) -> dict[str, Found]:
         changed = folder / way / str(script)
         changed.parent.mkdir(exist_ok=True)
         changed.write_text(mode.change((HERE / "loops" / str(script)).read_text()))
-        paths = [str(folder), str(HERE / "loops"), os.environ.get("PYTHONPATH", "")]
+        paths = [*map(str, FOLDERS), str(HERE / "loops"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         options = [*map(str, arguments), *sizes, "--turns", str(TURNS)]
         commands[way] = [sys.executable, *mode.command, str(changed), *options], environment
@@ -62,9 +60,9 @@ def rows_of(name: str, rounds: list[dict[str, Found]]) -> list[list[str]]:
         runs = [found[way] for found in rounds]
         mean, low, high = interval(
             [
-                gain
+                before / after
                 for one, other in zip(plain, runs, strict=True)
-                for gain in ratios([[a] for a in one["turns"]], [[b] for b in other["turns"]])
+                for before, after in zip(one["turns"], other["turns"], strict=True)
             ]
         )
         apart = max(abs(a - b) for a, b in zip(runs[0]["losses"], plain[0]["losses"], strict=True))
@@ -84,14 +82,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     sizes = ["--device", given.device, *(["--tiny"] if given.tiny else [])]
-    about = f"{cuda_machine()}, torch {torch.__version__}"
+    about = cuda_machine()
     print(about, flush=True)
     results: dict[str, list[dict[str, Found]]] = {}
     rows, failed = [], False
     with tempfile.TemporaryDirectory(prefix="loops-") as made:
         folder = Path(made)
-        model = Path(faststep.cli.scripts.__file__).with_name("gpt.py")
-        (folder / "gpt_model.py").write_text(model.read_text())
         for name in given.loops:
             try:
                 results[name] = [round_of(name, sizes, folder) for _ in range(given.rounds)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class Release:
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
-        self._waiting: list[Tensor] = []  # parameters that the next step on a device will update
+        self._waiting: deque[Tensor] = deque()  # what the next step on a device will update
+        self._waiting_bytes = 0  # of their gradients
         self._steppers: list[Stepper] = []  # of the first of these steps, the second, and so on
         self._turn = 0  # which of them comes next
         self._lock = threading.Lock()  # autograd has a thread for each device
@@ -172,27 +174,28 @@ class Release:
         check_clipping(optimizer, self._clipping.way)
         reduced = self._reduced is not None and param in self._reduced
         if param.is_cuda and self._clipping.way is None and not reduced and current_backward() >= 0:
-            self._wait(optimizer, place, param)
+            self._wait(optimizer, place, param, param.grad)
             return
         self._update_alone(optimizer, place, param, param.grad)
         if not reduced:
             param.grad = None
 
-    def _wait(self, optimizer: FusedOptimizer, place: _Place, param: Tensor) -> None:
+    def _wait(self, optimizer: FusedOptimizer, place: _Place, param: Tensor, grad: Tensor) -> None:
         """On a device the launches of a small step take longer than its update."""
         self._rule_of(optimizer, place)  # what is wrong with it is said here
         place.hook.updated = True
         if not self._waiting:
             after_backward(weakly(self._step_together))
         self._waiting.append(param)
-        grads = (one.grad for one in self._waiting)
-        if sum(g.numel() * g.element_size() for g in grads if g is not None) >= _TOGETHER:
+        self._waiting_bytes += grad.numel() * grad.element_size()
+        if self._waiting_bytes >= _TOGETHER:
             self._step_together()
 
     def _step_together(self) -> None:
         """Step those that wait, and free their gradients."""
         with self._lock:
-            waiting = [self._waiting.pop(0) for _ in range(len(self._waiting))]
+            self._waiting_bytes = 0
+            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._step_these(waiting)
 
     def _step_these(self, waiting: list[Tensor]) -> None:
@@ -307,6 +310,7 @@ class Release:
             place.hook.updated = False
         self._clipping.scale = None
         self._waiting.clear()  # after a backward that failed: the step has used them
+        self._waiting_bytes = 0
         self._turn = 0
         self._rules.clear()
         self._attach(optimizer)

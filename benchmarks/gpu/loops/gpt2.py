@@ -2,7 +2,7 @@
 
 import torch
 from cuda_meter import CudaMeter, options
-from gpt_model import GPT, GPTConfig
+from gpt import GPT, GPTConfig
 
 given = options()
 torch.manual_seed(0)
