@@ -47,9 +47,10 @@ ARGS ?=
 # the files to run, first the bits, then the figures, by PARTS="bits race" some of them; seconds for each and
 # for all; and where logs and figures go.
 GPU_FIRST := bits lists amp graphs streams
-GPU_BENCH := cuda_works cuda_images cuda_loops
+GPU_BENCH := cuda_works cuda_cases cuda_loops
 GPU_REST := training loops losses kernels quick_math memory state_dict loader transforms sharded race sanitizer counters
 WHEEL ?=
+CUDA12 ?=
 SPARE ?= $(firstword $(wildcard dist/*.whl))
 PARTS ?=
 LIMIT ?= 180
@@ -197,8 +198,8 @@ test-gpu: build-gpu ## only test on the CUDA devices of this machine
 bench-gpu: build-gpu ## only measure on a CUDA device
 	$(ON_GPU) $(call files_of,benchmarks/gpu,$(GPU_BENCH)) $(AS_ASKED)
 
-wheel: $(BIN)/.installed-dev ## build dist/ with kernels for all GPUs; check the wheel's ABI, libraries, size, import
-	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python .ci/release
+wheel: $(BIN)/.installed-dev ## build dist/ with kernels for all GPUs, with CUDA12=1 for drivers of CUDA 12 too; check the wheel
+	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python CUDA12=$(CUDA12) .ci/release
 
 matrix: | $(BIN)/python ## test the wheel beside each torch and CPython; TORCH="2.10 2.15" PYTHONS=3.12 for some
 ifeq ($(WHEEL),)

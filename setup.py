@@ -6,7 +6,8 @@ makes warnings errors; FASTSTEP_SANITIZE=address,undefined builds an instrumente
 
 Where nvcc and a GPU are found the kernels of cuda/ become faststep/kernels.fatbin, for the GPUs of
 this machine. FASTSTEP_CUDA=1 builds them for all architectures of cuda/targets.flags, and fails
-where there is no nvcc. FASTSTEP_CUDA=0 leaves them out.
+where there is no nvcc. FASTSTEP_FATBIN names a file of kernels to take instead. FASTSTEP_CUDA=0
+leaves them out.
 """
 
 import copy
@@ -33,6 +34,7 @@ HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
 KERNELS = sorted(glob("cuda/*.*"))
 TARGETS = "cuda/targets.flags"
 CUDA = os.environ.get("FASTSTEP_CUDA", "")
+FATBIN = os.environ.get("FASTSTEP_FATBIN")  # kernels that were compiled before
 
 
 def nvcc() -> str | None:
@@ -111,9 +113,9 @@ class BuildExt(build_ext):
     def build_kernels(self, built: str) -> None:
         compiler = nvcc()
         codes = targets() if compiler and CUDA != "0" else []
-        if codes:
+        if codes or (FATBIN and CUDA != "0"):
             os.makedirs(os.path.dirname(built), exist_ok=True)
-            shutil.copy(self.fatbin(compiler, codes), built)
+            shutil.copy(FATBIN or self.fatbin(compiler, codes), built)
             return
         if CUDA == "1":
             raise CompileError("FASTSTEP_CUDA=1, but nvcc is neither in PATH nor in CUDA_HOME")

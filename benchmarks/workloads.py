@@ -123,6 +123,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "cuda unaligned": Family("plain AdamW step on CUDA, gradients 8 bytes off alignment", 28),
         # Writes an fp32 element, and reads at most as many bytes of the source as a crop has.
         "cuda images": Family("images on CUDA: random resized crop, flip, normalize", 5, states=0),
+        # Forward reads a logit; backward reads it and writes its gradient.
+        "cuda cross-entropy": Family("cross-entropy on CUDA, forward and backward", 12, states=0),
+        "cuda release": Family("GPT-2's updates on CUDA after or in a backward pass of copies", 0),
+        "cuda graph": Family("clip_grad_norm_ and AdamW's step on CUDA, replayed as a graph", 32),
         **{
             name.lower(): Family(f"plain {name} step", 12 + 8 * states, states=states)
             for name, states in OTHER_OPTIMIZERS.items()

@@ -89,16 +89,16 @@ FST_DEVICE void fst_add_losses(const fst_cross_entropy_launch *launch, fst_share
                                double weights)
 {
     const float *losses = (const float *)fst_global(launch->losses);
-    double *sums = (double *)fst_global(launch->sums);
+    fst_loss_result result;
+    result.loss = (float *)fst_global(launch->loss);
+    result.factors = (float *)fst_global(launch->factors);
     double lane = 0.0;
     for (uint32_t row = threadIdx.x; row < (uint32_t)launch->rows; row += FST_DEVICE_BLOCK)
         lane += (double)losses[row];
     __syncthreads();
     lane = fst_fold_block(shared, lane, FST_NORM_ABS);
-    if (threadIdx.x == 0) {
-        sums[0] = lane;
-        sums[1] = weights;
-    }
+    if (threadIdx.x == 0)
+        fst_loss_result_write(result, launch->mean, lane, weights, launch->dtype);
 }
 
 /* The largest of a strip's `count` logits at `strip`, in the first of the threads that take it. */
@@ -334,7 +334,7 @@ FST_KERNEL(fst_cross_entropy, fst_cross_entropy_launch)
 {
     FST_SHARED(fst_loss_shared, shared);
     const double weights = fst_weights_of(&launch, &shared->fold);
-    if (launch.only_sums) {
+    if (launch.only_result) {
         if (blockIdx.x == 0)
             fst_add_losses(&launch, &shared->fold, weights);
         return;

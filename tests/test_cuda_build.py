@@ -286,3 +286,38 @@ def test_nvcc_is_found_outside_the_path(tree: Path, monkeypatch: pytest.MonkeyPa
     found = runpy.run_path("setup.py")["nvcc"]()
     assert found
     assert os.access(found, os.X_OK)
+
+
+def test_kernels_that_were_compiled_before(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken as they are, unless there are to be none."""
+    made = tree / "made.fatbin"
+    made.write_text("made")
+    monkeypatch.setenv("FASTSTEP_FATBIN", str(made))
+    assert not build(monkeypatch, cuda="0")
+    assert build(monkeypatch, cuda="1")
+    assert Path("package/kernels.fatbin").read_text() == "made"
+    assert calls(tree) == []
+
+
+def test_kernels_for_cuda_12(tree: Path) -> None:
+    """The older assembler gets PTX of its version for each architecture of the wheel."""
+    last = "for file; do :; done\n"
+    tools = {
+        "nvcc": last + 'printf "// %s\\n.version 9.0\\n.target odd\\n" "$*" >"$file"\n',
+        "ptxas": last + f'echo "$*" >>{tree}/calls; cat "$4" >"$file"\n',
+        "fatbinary": f'echo "$*" >>{tree}/calls\n',
+    }
+    for name, code in tools.items():
+        path = tree / "bin" / name
+        path.write_text("#!/bin/sh\n" + code)
+        path.chmod(0o755)
+    script, ptxas = ROOT / ".ci" / "kernels-for-cuda-12", tree / "bin" / "ptxas"
+    subprocess.run([sys.executable, script, "made/it.fatbin", ptxas], check=True)
+    *assembled_for, bound = calls(tree)
+    asked = re.findall(r"-arch=(sm_\d+)", " ".join(assembled_for))
+    assert sorted(asked) == sorted(ARCHITECTURES)
+    assert all("--fmad false" in call for call in assembled_for)
+    kinds = re.findall(r"kind=(\w+),sm=(\d+)", bound)
+    wanted = [("elf", name[3:]) for name in ARCHITECTURES] + [("ptx", "75"), ("ptx", "120")]
+    assert sorted(kinds) == sorted(wanted)
+    assert "--create=made/it.fatbin" in bound

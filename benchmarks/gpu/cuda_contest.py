@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from cuda_timing import Timer
 from timing import Outcome, warm_up
 from workloads import Arena, Work
 
-__all__ = ["Budget", "CudaOutcome", "free_all", "run_cuda_contest"]
+__all__ = ["Budget", "CudaOutcome", "free_all", "run_cuda_contest", "take_turns"]
 
 WARM_UP = 3
 
@@ -105,14 +106,44 @@ def _build(contender: Contender, arena: Arena, budget: Budget) -> Round:
     return round_
 
 
-def _turn(outcome: CudaOutcome, name: str, round_: Round, arena: Arena, timer: Timer) -> None:
-    arena.refill()
-    host, whole = timer.host_and_whole(round_)
-    outcome.host.setdefault(name, []).append(host)
-    outcome.whole.setdefault(name, []).append(whole)
-    arena.refill()
-    lead = 2e-3 + 1.5 * statistics.median(outcome.host[name])
-    outcome.seconds.setdefault(name, []).append(timer.device_seconds(round_, lead))
+def take_turns(
+    outcome: CudaOutcome,
+    rounds: Mapping[str, Round],
+    timer: Timer,
+    until: float,
+    least: int,
+    most: int,
+    refill: Callable[[], None] = lambda: None,
+) -> CudaOutcome:
+    """Measure the rounds, one after the other in each turn.
+
+    Args:
+        outcome: what the figures are added to; it is returned.
+        rounds: what each contender does.
+        timer: the clocks of the device.
+        until: no further turn begins after this time of `time.monotonic()`.
+        least: turns to do even when they take longer.
+        most: turns that are enough.
+        refill: called before each round, untimed.
+    """
+    turns = 0
+    while turns < least or (turns < most and time.monotonic() < until):
+        for name, round_ in rounds.items():
+            refill()
+            host, whole = timer.host_and_whole(round_)
+            outcome.host.setdefault(name, []).append(host)
+            outcome.whole.setdefault(name, []).append(whole)
+            refill()
+            lead = 2e-3 + 1.5 * statistics.median(outcome.host[name])
+            outcome.seconds.setdefault(name, []).append(timer.device_seconds(round_, lead))
+        timer.copy()
+        turns += 1
+    for name, round_ in rounds.items():
+        refill()
+        outcome.launches[name] = timer.launches(round_)
+    outcome.copy_rate = timer.take_rate()
+    outcome.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
+    return outcome
 
 
 def run_cuda_contest(
@@ -148,18 +179,7 @@ def run_cuda_contest(
             rounds[contender.name] = _build(contender, arena, budget)
         except UnavailableError as reason:
             outcome.absent[contender.name] = str(reason)
-    turns = 0
-    while turns < least or (turns < most and time.monotonic() - start < seconds):
-        for name, round_ in rounds.items():
-            _turn(outcome, name, round_, arena, timer)
-        timer.copy()
-        turns += 1
-    for name, round_ in rounds.items():
-        arena.refill()
-        outcome.launches[name] = timer.launches(round_)
-    outcome.copy_rate = timer.take_rate()
-    outcome.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
-    return outcome
+    return take_turns(outcome, rounds, timer, start + seconds, least, most, arena.refill)
 
 
 def free_all() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from contenders import OURS, Round
-from cuda_contest import WARM_UP, CudaOutcome
-from cuda_timing import Timer
 from cuda_works import TINY
 from faststep.data import transforms
 from workloads import Work
 
-__all__ = ["ONE_BY_ONE", "WHOLE", "image_rounds", "image_work", "run_image_contest"]
+__all__ = ["ONE_BY_ONE", "WHOLE", "image_batch", "image_rounds", "image_work"]
 
 ONE_BY_ONE = "torch, image by image"
 WHOLE = "torch, grid_sample"  # without antialiasing
@@ -94,33 +91,11 @@ def _whole(images: Tensor) -> Round:
     return round_
 
 
-def image_rounds() -> dict[str, Callable[[Tensor], Round]]:
-    """What makes the round of each contender from the images."""
-    return {OURS: _ours, WHOLE: _whole, ONE_BY_ONE: _one_by_one}
+def image_batch() -> Tensor:
+    """The pictures."""
+    return torch.randint(0, 256, (COUNT, 3, SOURCE, SOURCE), dtype=torch.uint8)
 
 
-def run_image_contest(timer: Timer, seconds: float, least: int, most: int) -> CudaOutcome:
-    """Let the contenders take turns on one batch; see `run_cuda_contest`."""
-    start = time.monotonic()
-    work = image_work()
-    source = torch.randint(0, 256, (COUNT, 3, SOURCE, SOURCE), dtype=torch.uint8)
-    images = source.to(timer.device)
-    rounds = {name: build(images) for name, build in image_rounds().items()}
-    outcome = CudaOutcome(work, order=tuple(rounds))
-    for round_ in rounds.values():
-        for _ in range(WARM_UP):
-            round_()
-    turns = 0
-    while turns < least or (turns < most and time.monotonic() - start < seconds):
-        for name, round_ in rounds.items():
-            host, whole = timer.host_and_whole(round_)
-            outcome.host.setdefault(name, []).append(host)
-            outcome.whole.setdefault(name, []).append(whole)
-            lead = 2e-3 + 1.5 * host
-            outcome.seconds.setdefault(name, []).append(timer.device_seconds(round_, lead))
-        timer.copy()
-        turns += 1
-    for name, round_ in rounds.items():
-        outcome.launches[name] = timer.launches(round_)
-    outcome.copy_rate = timer.take_rate()
-    return outcome
+def image_rounds(images: Tensor) -> Mapping[str, Round]:
+    """What crops, flips and normalizes the images, for each contender."""
+    return {OURS: _ours(images), WHOLE: _whole(images), ONE_BY_ONE: _one_by_one(images)}

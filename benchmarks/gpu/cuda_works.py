@@ -10,7 +10,18 @@ from bench_rows import SMOKE
 from contenders import OURS
 from workloads import Shapes, Work, gpt2_small, resnet50
 
-__all__ = ["FOREACH", "FUSED", "LARGE", "MANY", "PLAIN", "REHEARSAL", "TINY", "cuda_works"]
+__all__ = [
+    "FOREACH",
+    "FUSED",
+    "LARGE",
+    "MANY",
+    "NAMES",
+    "PLAIN",
+    "REHEARSAL",
+    "TINY",
+    "cuda_works",
+    "shapes_of",
+]
 
 # On the CPU, to see that the benchmarks themselves work.
 REHEARSAL = os.environ.get("FASTSTEP_FAKE_GPU") == "1"
@@ -41,7 +52,8 @@ def llama_1b() -> Shapes:
     return ((128256, d), *(layer * 16), (d,))
 
 
-def _shapes() -> dict[str, Shapes]:
+def shapes_of(name: str) -> Shapes:
+    """The parameters' shapes of a set; smaller and fewer ones in a rehearsal."""
     shapes = {
         "ResNet-50": resnet50(),
         "GPT-2 small": gpt2_small(),
@@ -50,17 +62,14 @@ def _shapes() -> dict[str, Shapes]:
         PLAIN: ((1024,),) * 300,
     }
     if TINY:
-        return {
-            name: tuple(tuple(min(8, n) for n in shape) for shape in sizes[:24])
-            for name, sizes in shapes.items()
-        }
-    return shapes
+        return tuple(tuple(min(8, n) for n in shape) for shape in shapes[name][:24])
+    return shapes[name]
 
 
 def cuda_works() -> list[Work]:
     """The chain in fp32, what one does without a loss scale in bf16, and the plain step in both,
     also on gradients as in buckets of DistributedDataParallel."""
-    shapes, sets = _shapes(), (*LARGE, MANY)
+    sets = (*LARGE, MANY)
     plain = (OURS, FUSED, FOREACH)  # compiling takes its time: only where clipping is measured
     rows = [
         *(("cuda chain", name, torch.float32, ()) for name in sets),
@@ -71,6 +80,6 @@ def cuda_works() -> list[Work]:
         *(("cuda unaligned", "GPT-2 small", dtype, plain) for dtype in NAMES),
     ]
     return [
-        Work(family, f"{name}, {NAMES[dtype]}", shapes[name], dtype=dtype, only=only)
+        Work(family, f"{name}, {NAMES[dtype]}", shapes_of(name), dtype=dtype, only=only)
         for family, name, dtype, only in rows
     ]

@@ -208,19 +208,19 @@ typedef struct {
 
 /* fst_cross_entropy: the loss of each row of logits, the softmax of its target, and the gradient,
  * as csrc/cpu/loss_rows.h describes them. A block takes a row. A target that is no class makes its
- * row's results NaN. With `only_sums` the losses are there already: one block adds them up. There
+ * row's results NaN. With `only_result` the losses are there already: one block adds them up. There
  * are less than 2^31 rows. */
 typedef struct {
     uint64_t logits, target;
     uint64_t weight; /* 0: all are 1 */
     uint64_t losses, likelihoods;
-    uint64_t slope; /* 0: not asked for */
-    uint64_t sums;  /* two doubles */
+    uint64_t slope;         /* 0: not asked for */
+    uint64_t loss, factors; /* see fst_loss_result */
     int64_t rows, classes, stride, target_stride, ignored;
     double smoothing;
     int32_t dtype; /* fst_dtype, not fp64 */
     int32_t mean;
-    int32_t only_sums;
+    int32_t only_result;
     int32_t reserved;
 } fst_cross_entropy_launch;
 

@@ -1,7 +1,6 @@
 #include "core/loss_pass.h"
 
 #include "cpu/parallel.h"
-#include "rules/cross_entropy.h"
 #include "rules/tree.h"
 
 enum { GRAIN = 1 << 15 }; /* logits of the smallest part worth a thread: some 20 microseconds */
@@ -37,18 +36,19 @@ static double folded(double *lanes)
     return lanes[0];
 }
 
-fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status)
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, fst_loss_result result,
+                      fst_status *status)
 {
     fst_loss_batch b = *batch;
-    double weights[FST_LANES] = {0.0}, losses[FST_LANES] = {0.0};
+    double lanes[FST_LANES] = {0.0}, losses[FST_LANES] = {0.0};
     for (int64_t row = 0; row < b.rows; row++)
-        weights[row % FST_LANES] += fst_loss_weight(&b, fst_loss_class(&b, row));
-    sums[1] = folded(weights);
-    b.factor = fst_loss_factor(mean, sums[1], b.dtype);
+        lanes[row % FST_LANES] += fst_loss_weight(&b, fst_loss_class(&b, row));
+    const double weights = folded(lanes);
+    b.factor = fst_loss_factor(mean, weights, b.dtype);
     if (fst_parallel_for(b.rows, GRAIN / b.classes + 1, run, &b, status))
         return status->code;
     for (int64_t row = 0; row < b.rows; row++)
         losses[row % FST_LANES] += (double)b.losses[row];
-    sums[0] = folded(losses);
+    fst_loss_result_write(result, mean, folded(losses), weights, b.dtype);
     return FST_OK;
 }

@@ -4,6 +4,7 @@
 
 #include "base/status.h"
 #include "cpu/kernels.h"
+#include "rules/cross_entropy.h"
 
 /* Chooses the kernels once, at start-up. */
 void fst_loss_use(const fst_cpu_kernels *kernels);
@@ -11,8 +12,9 @@ void fst_loss_use(const fst_cpu_kernels *kernels);
 /* Whether every target is ignored or a class. */
 int fst_loss_has_classes(const fst_loss_batch *batch);
 
-/* Fills `losses`, `likelihoods`, `slope` if there is one, and `sums`: those of the losses and of
- * the rows' weights. `factor` is not read: see fst_loss_factor (rules/cross_entropy.h). */
-fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status);
+/* Fills `losses`, `likelihoods`, `slope` if there is one, and `result`. `factor` is not read: see
+ * fst_loss_factor. */
+fst_code fst_loss_run(const fst_loss_batch *batch, int mean, fst_loss_result result,
+                      fst_status *status);
 
 #endif

@@ -68,19 +68,37 @@ static fst_code explain(const fst_driver_device *info, fst_status *status)
                     info->version % 1000 / 10);
 }
 
+/* CUDA promises to load kernels of the driver's own major version. */
+static fst_code check_version(const fst_fatbin *fatbin, int version, fst_status *status)
+{
+    if (fatbin->cuda <= version / 1000)
+        return FST_OK;
+    return fst_fail(status, FST_UNSUPPORTED,
+                    "the CUDA kernels of this package need a driver for CUDA %d or later, and the "
+                    "driver of this machine is for CUDA %d.%d; update it",
+                    fatbin->cuda, version / 1000, version % 1000 / 10);
+}
+
+fst_code fst_gpu_check_driver(fst_status *status)
+{
+    fst_fatbin fatbin;
+    const int version = fst_driver_version();
+    if (!version || fst_fatbin_open(&source, &fatbin, status))
+        return status->code;
+    check_version(&fatbin, version, status);
+    fst_fatbin_close(&fatbin);
+    return status->code;
+}
+
 static fst_code load_module(fst_gpu_device *device, const fst_driver_device *info,
                             fst_status *status)
 {
     fst_fatbin fatbin;
     if (fst_fatbin_open(&source, &fatbin, status))
         return status->code;
-    if (fatbin.cuda > info->version / 1000) /* CUDA promises to load those of its major version */
-        fst_fail(status, FST_UNSUPPORTED,
-                 "the CUDA kernels of this package need a driver for CUDA %d or later, and the "
-                 "driver of this machine is for CUDA %d.%d; update it",
-                 fatbin.cuda, info->version / 1000, info->version % 1000 / 10);
-    else if (fst_driver_load(device->ordinal, fatbin.data, &device->module, status) != FST_OK &&
-             status->code != FST_NO_MEMORY)
+    if (!check_version(&fatbin, info->version, status) &&
+        fst_driver_load(device->ordinal, fatbin.data, &device->module, status) != FST_OK &&
+        status->code != FST_NO_MEMORY)
         explain(info, status);
     fst_fatbin_close(&fatbin);
     return status->code;

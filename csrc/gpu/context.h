@@ -43,6 +43,9 @@ typedef struct {
 fst_code fst_gpu_kernels_in_file(const char *path, fst_status *status);
 void fst_gpu_kernels_in_memory(const void *fatbin, size_t size);
 
+/* Fails if the kernels need a newer driver than this machine's. The driver is not initialized. */
+fst_code fst_gpu_check_driver(fst_status *status);
+
 /* The device with this ordinal, with its kernels loaded; NULL with the reason if that fails.
  * Another call tries again. Safe from any thread. */
 fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status);

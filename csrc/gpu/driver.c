@@ -127,6 +127,20 @@ static fst_code open_driver(fst_status *status)
     return FST_OK;
 }
 
+int fst_driver_version(void)
+{
+    int (*ask)(int *) = NULL;
+    int version = 0;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library)
+        *(void **)&ask = dlsym(library, "cuDriverGetVersion");
+    if (!ask || ask(&version))
+        version = 0;
+    if (library)
+        dlclose(library);
+    return version;
+}
+
 fst_code fst_driver_open(fst_status *status)
 {
     const int now = __atomic_load_n(&state, __ATOMIC_ACQUIRE);

@@ -23,6 +23,9 @@ typedef struct {
  * Safe from any thread, and cheap once it has succeeded. */
 fst_code fst_driver_open(fst_status *status);
 
+/* The CUDA version that the driver supports, without initializing it; 0 if there is none. */
+int fst_driver_version(void);
+
 fst_code fst_driver_describe(int device, fst_driver_device *out, fst_status *status);
 
 /* Retains the device's primary context, which torch uses too. It is never released: at exit the

@@ -183,11 +183,11 @@ fst_code fst_gpu_cross_entropy(int device, const fst_cross_entropy_launch *launc
     const fst_gpu_device *found = fst_gpu_device_get(device, status);
     if (!found || fst_gpu_enter(found, status))
         return status->code;
-    args.only_sums = !args.rows;
+    args.only_result = !args.rows;
     const fst_code failed = fst_gpu_launch(
         found, FST_KERNEL_CROSS_ENTROPY, args.rows ? (size_t)args.rows : 1, stream, &args, status);
     if (!failed && args.rows) {
-        args.only_sums = 1;
+        args.only_result = 1;
         fst_gpu_launch(found, FST_KERNEL_CROSS_ENTROPY, 1, stream, &args, status);
     }
     return fst_gpu_leave(found, status);

@@ -184,6 +184,14 @@ PyObject *fst_py_has_kernels(PyObject *module, PyObject *unused)
     return PyBool_FromLong(fst_module_state(module)->has_kernels);
 }
 
+PyObject *fst_py_check_driver(PyObject *module, PyObject *unused)
+{
+    fst_status status = {0};
+    (void)module;
+    (void)unused;
+    return fst_gpu_check_driver(&status) ? fst_raise(&status) : Py_NewRef(Py_None);
+}
+
 /* device_info(ordinal): makes the device ready for use, and describes it. */
 PyObject *fst_py_device_info(PyObject *module, PyObject *ordinal)
 {

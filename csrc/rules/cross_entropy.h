@@ -54,6 +54,22 @@ FST_FN float fst_loss_larger(float a, float b)
     return b > a ? b : a;
 }
 
+/* Of the batch. */
+typedef struct {
+    float *loss;    /* the sum of the rows', or with `mean` their mean */
+    float *factors; /* of each row, in the gradient; and what that is still to be multiplied by */
+} fst_loss_result;
+
+FST_FN void fst_loss_result_write(fst_loss_result result, int mean, double losses, double weights,
+                                  int dtype)
+{
+    const float factor = (float)(1.0 / weights);
+    const int later = mean && dtype == FST_F16;
+    *result.loss = (float)(mean ? losses / weights : losses);
+    result.factors[0] = mean && !later ? factor : 1.0f;
+    result.factors[1] = later && weights != 0.0 ? factor : 1.0f;
+}
+
 /* What the sums of a strip count from, where `most` is the largest logit up to its end. */
 FST_FN float fst_loss_origin(float most)
 {

@@ -96,14 +96,19 @@ class ReleaseHook:
     be known too), nothing but the gradient's memory has changed since the last step of `plan`, and
     `mode_depth()` is 0. The argument `mode_depth` is the address of an `int64_t (*)(void)`, or 0
     for none.
+
+    With `together`, (append, [bytes], limit), it calls append(param) instead, and adds `bytes` to
+    those of the list, if that was over 0 and stays below the limit.
     """
 
+    bytes: int
     clips: bool
     group: int
     last_norm: float
     measures: bool
     plain: bool
     square_sum: float
+    together: tuple[Callable[[Tensor], object], list[int], int] | None
     updated: bool
     @property
     def plan(self) -> Plan:
@@ -170,7 +175,8 @@ def cross_entropy(
     losses: Tensor,
     likelihoods: Tensor,
     slope: Tensor | None,
-    sums: Tensor,
+    loss: Tensor,
+    factors: Tensor,
     ignored: int,
     smoothing: float,
     mean: bool,
@@ -181,9 +187,10 @@ def cross_entropy(
     `target` is int64 (N), `weight` float32 (C), `losses` float32. `likelihoods` (N), float32, gets
     the softmax of each target. A row whose target is `ignored` has loss, likelihood and weight 0.
     `slope` (N, C), of the logits' dtype, gets the gradient of the sum of the losses; with `mean`
-    divided by the sum of the weights, unless it is float16, whose range is too small. `sums` (2),
-    float64, gets the sums of losses and weights. On a CUDA device nothing is waited for, and a
-    target that is no class makes its row NaN.
+    divided by the sum of the weights, unless it is float16, whose range is too small. `loss` (),
+    float32, gets the sum or mean of the losses, and `factors` (2), float32, the factor of each row
+    in the gradient, and what that is still to be multiplied by. On a CUDA device
+    nothing is waited for, and a target that is no class makes its row NaN.
 
     False if nothing was done: a tensor is of another kind, shape, dtype or device, or not packed,
     or a target in CPU memory is not a class.
@@ -262,6 +269,13 @@ def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
     """True if the functions of this module take these tensors, all on one device.
 
     The device is -1 for CPU memory, the default, or a CUDA ordinal.
+    """
+
+def check_driver() -> None:
+    """Ask the driver for its version, without starting CUDA; nothing is raised without a driver.
+
+    Raises:
+        RuntimeError: the kernels need a newer one, or there are none.
     """
 
 def has_kernels() -> bool:

@@ -64,6 +64,37 @@ def test_python_sees_one_gradient_per_group(make: Any, calls: list[int]) -> None
     release.remove()
 
 
+@pytest.mark.parametrize("limit", [1, 500, 1 << 20])
+def test_parameters_on_a_device_wait(
+    limit: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here of parameters that only say that they lie there; with the bits of a step afterwards."""
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True)
+    monkeypatch.setattr("faststep.release.updates._TOGETHER", limit)
+    make = functools.partial(faststep.optim.AdamW, lr=1e-2)
+    model, optimizer, release = warm(make)
+    other = make_model()
+    plain = make([{"params": other[:2].parameters()}, {"params": other[2:].parameters()}])
+    for batch in DATA[:WARM]:
+        loss_of(other, batch).backward()
+        plain.step()
+        plain.zero_grad()
+    for batch in DATA[WARM:]:
+        calls[0] = 0
+        loss_of(model, batch).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        loss_of(other, batch).backward()
+        plain.step()
+        plain.zero_grad()
+        assert_equal(values(model), values(other))
+        assert_equal(states(optimizer), states(plain))
+        assert calls[0] == {1: 6, 500: 3, 1 << 20: 2}[limit]
+    assert not release._waiting
+    assert release._waiting_bytes == [0]
+    release.remove()
+
+
 @pytest.mark.parametrize("clip", ["per_parameter", "lagged"])
 def test_clipping_without_python_has_the_same_bits(clip: str, calls: list[int]) -> None:
     """Also for limits of 0 and above all norms, and where one is changed between steps."""

@@ -70,7 +70,7 @@ def test_every_contender_transforms_the_images() -> None:
     x = torch.randint(0, 256, (32, 3, 24, 24), generator=torch.Generator().manual_seed(0))
     ramp = torch.arange(24.0).view(1, 1, 1, 24) * 8
     x = (x * 0.05 + ramp).to(torch.uint8)
-    found = {name: build(x)() for name, build in cuda_images.image_rounds().items()}
+    found = {name: round_() for name, round_ in cuda_images.image_rounds(x).items()}
     ours = found[OURS]
     assert len(found) == 3
     for name, got in found.items():

@@ -12,7 +12,7 @@ static size_t level_count;
 typedef struct {
     float *losses, *likelihoods;
     char *slope;
-    double sums[2];
+    float loss[3]; /* and the factors */
 } results;
 
 typedef struct {
@@ -27,7 +27,7 @@ static results results_new(const loss *m)
     return (results){must_alloc_poison(rows * sizeof(float)),
                      must_alloc_poison(rows * sizeof(float)),
                      must_alloc_poison(m->elements * m->item),
-                     {(double)NAN, (double)NAN}};
+                     {NAN, NAN, NAN}};
 }
 
 static void results_free(results *r)
@@ -86,7 +86,7 @@ static void same(const loss *m, const results *got, const results *want, const c
     const size_t rows = (size_t)m->batch.rows * sizeof(float);
     if (!CHECK(!memcmp(got->losses, want->losses, rows) &&
                !memcmp(got->likelihoods, want->likelihoods, rows) &&
-               !memcmp(got->sums, want->sums, sizeof want->sums) &&
+               !memcmp(got->loss, want->loss, sizeof want->loss) &&
                (!m->batch.slope || !memcmp(got->slope, want->slope, m->elements * m->item))))
         fprintf(stderr, "    %s: %d rows of %d, dtype %d, smoothing %g, mean %d\n", who,
                 (int)m->batch.rows, (int)m->batch.classes, (int)m->batch.dtype, m->batch.smoothing,
@@ -101,8 +101,8 @@ static void tidy(const loss *m, results *r)
         r->losses[i] = r->losses[i] == r->losses[i] ? r->losses[i] : NAN;
         r->likelihoods[i] = r->likelihoods[i] == r->likelihoods[i] ? r->likelihoods[i] : NAN;
     }
-    for (size_t i = 0; i < 2; i++)
-        r->sums[i] = r->sums[i] == r->sums[i] ? r->sums[i] : (double)NAN;
+    for (size_t i = 0; i < 3; i++)
+        r->loss[i] = r->loss[i] == r->loss[i] ? r->loss[i] : NAN;
     for (size_t i = 0; m->batch.slope && i < m->elements; i++) {
         uint32_t bits = 0;
         memcpy(&bits, r->slope + i * m->item, m->item);
@@ -123,7 +123,8 @@ static void run_kernel(const loss *m, results *to, unsigned blocks)
                                        .losses = address_of(to->losses),
                                        .likelihoods = address_of(to->likelihoods),
                                        .slope = b->slope ? address_of(to->slope) : 0,
-                                       .sums = address_of(to->sums),
+                                       .loss = address_of(to->loss),
+                                       .factors = address_of(to->loss + 1),
                                        .rows = b->rows,
                                        .classes = b->classes,
                                        .stride = b->stride,
@@ -133,7 +134,7 @@ static void run_kernel(const loss *m, results *to, unsigned blocks)
                                        .dtype = (int32_t)b->dtype,
                                        .mean = m->mean};
     device_launch(NULL, "fst_cross_entropy", blocks, &launch);
-    launch.only_sums = 1;
+    launch.only_result = 1;
     device_launch(NULL, "fst_cross_entropy", 1 + (unsigned)random_below(2), &launch);
 }
 
@@ -153,8 +154,9 @@ static void same_everywhere(void)
         batch.losses = got.losses;
         batch.likelihoods = got.likelihoods;
         batch.slope = sloped ? got.slope : NULL;
+        const fst_loss_result result = {got.loss, got.loss + 1};
         fst_loss_use(levels[i]);
-        CHECK_INT(fst_loss_run(&batch, m.mean, got.sums, &status), FST_OK);
+        CHECK_INT(fst_loss_run(&batch, m.mean, result, &status), FST_OK);
         m.batch.slope = batch.slope;
         tidy(&m, &got);
         if (i) {
@@ -194,7 +196,7 @@ static void known_values(void)
               .item = 4,
               .elements = 6};
     float losses[3], likelihoods[3], slope[6];
-    results r = {losses, likelihoods, (char *)slope, {0.0, 0.0}};
+    results r = {losses, likelihoods, (char *)slope, {0.0f, 0.0f, 0.0f}};
     m.batch.slope = r.slope;
     run_kernel(&m, &r, 1);
     CHECK_NEAR(losses[0], 0.6931472, 1e-7);
@@ -202,10 +204,10 @@ static void known_values(void)
     CHECK_NEAR(slope[0], -0.5, 1e-7);
     CHECK_NEAR(slope[1], 0.5, 1e-7);
     CHECK(losses[1] == 0.0f && slope[2] == 0.0f && slope[3] == 0.0f);
-    CHECK(r.sums[1] == 1.0);
+    CHECK(r.loss[0] == losses[0] && r.loss[1] == 1.0f && r.loss[2] == 1.0f);
     m.batch.rows = 3;
     run_kernel(&m, &r, 2);
-    CHECK(losses[2] != losses[2] && slope[4] != slope[4] && r.sums[0] != r.sums[0]);
+    CHECK(losses[2] != losses[2] && slope[4] != slope[4] && r.loss[0] != r.loss[0]);
 }
 
 int main(void)

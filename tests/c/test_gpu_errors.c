@@ -65,8 +65,8 @@ static void work(const char *call)
     fst_image_sample *place = fake_cuda_malloc(1, sizeof *place);
     const fst_loss_scale_launch loss_scale = {.scale = (uint64_t)(uintptr_t)scale};
     TRY_TWICE(call, fst_gpu_loss_scale(1, &loss_scale, NULL, &status));
-    double *sums = fake_cuda_malloc(1, 2 * sizeof *sums);
-    const fst_cross_entropy_launch loss = {.sums = (uint64_t)(uintptr_t)sums, .rows = 3};
+    float *factors = fake_cuda_malloc(1, 2 * sizeof *factors);
+    const fst_cross_entropy_launch loss = {.factors = (uint64_t)(uintptr_t)factors, .rows = 3};
     TRY_TWICE(call, fst_gpu_cross_entropy(1, &loss, NULL, &status));
     const fst_image_sample sample = {.height = 4};
     const fst_image_batch batch = {
@@ -75,7 +75,7 @@ static void work(const char *call)
     fake_cuda_lag(0);
     fake_cuda_synchronize();
     fake_cuda_free(scale);
-    fake_cuda_free(sums);
+    fake_cuda_free(factors);
     fake_cuda_free(place);
     calls_of_steps = fake_cuda_calls(call);
     model_free(models[0]);

@@ -99,6 +99,13 @@ static void driver_older_than_the_kernels(void *argument)
     machine(1, 90, 12090);
     refuses(FST_UNSUPPORTED, "need a driver for CUDA 13 or later, and the driver of this machine "
                              "is for CUDA 12.9; update it");
+    status = (fst_status){0};
+    CHECK_INT(fst_gpu_check_driver(&status), FST_UNSUPPORTED);
+    CHECK_CONTAINS(status.message, "for CUDA 12.9; update it");
+    machine(1, 90, 13000);
+    status = (fst_status){0};
+    CHECK_INT(fst_gpu_check_driver(&status), FST_OK);
+    machine(1, 90, 12090);
     ptx[6] = 1 | 8 << 16; /* made by CUDA 12, and so the driver is asked */
     refuses(FST_DEVICE_FAILED, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION");
     ptx[6] = 0 | 9 << 16;

@@ -39,12 +39,12 @@ def each_file(
 def test_files_on_the_fake_machine(tmp_path: Path) -> None:
     """Tests, and benchmarks on tiny tensors, which write their figures beside the logs."""
     fake.library()
-    files = ["tests/gpu/test_race.py", "benchmarks/gpu/test_cuda_images.py"]
+    files = ["tests/gpu/test_race.py", "benchmarks/gpu/test_cuda_cases.py"]
     done = each_file(tmp_path, *files)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert re.search(r"^race +\d+ s  status 0  .* passed", done.stdout, re.MULTILINE)
     assert (tmp_path / "report.txt").read_text() == done.stdout
-    assert "torch, image by image" in (tmp_path / "cuda_images.md").read_text()
+    assert "torch, image by image" in (tmp_path / "cuda_cases.md").read_text()
 
 
 def test_a_file_that_hangs_or_crashes_costs_the_others_nothing(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def hook_new(world: World) -> None:
     if hook is not None:
         hook.group = world.rng.choice((0, 0, 0, 1, Key(0, True), Key(0, False), [], None))
         hook.plain, hook.clips, hook.measures = True, world.chance(0.5), world.chance(0.3)
+        if world.chance(0.3):
+            waiting: list[Any] = []
+            limit = world.rng.choice((0, 20, 1000, -(2**63)))
+            hook.together = (waiting.append, [world.rng.choice((0, 5, 2**63 - 1, None))], limit)
+            hook.bytes = world.rng.choice((0, 5, 12, 2**63 - 1, -1))
         if world.chance(0.8):
             hook.last_norm = world.rng.choice((0.5, 100.0, *FLOATS))
         _hooks(world).append((hook, param, owner))
@@ -82,7 +87,8 @@ def hook_call(world: World) -> None:
 
 
 HOOK_ATTRIBUTES = (
-    "clips", "group", "last_norm", "measures", "plain", "plan", "square_sum", "updated",
+    "bytes", "clips", "group", "last_norm", "measures", "plain", "plan", "square_sum", "together",
+    "updated",
 )  # fmt: skip
 
 

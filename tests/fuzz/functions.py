@@ -305,7 +305,7 @@ def _of_loss(world: World) -> tuple[Any, ...]:
     dtype = logits.dtype if logits.dtype.is_floating_point else torch.float32
     slope = rng.choice((None, torch.empty(count, classes, dtype=dtype)))
     made = (logits, target, weight, torch.zeros(count), torch.zeros(count), slope)
-    made = (*made, torch.zeros(2, dtype=torch.float64))
+    made = (*made, torch.zeros(()), torch.zeros(2))
     return tuple(one if one is None else world.track(one) for one in made)
 
 
@@ -443,6 +443,7 @@ FUNCTIONS: dict[str, Target] = {
     "device_info": device_info,
     "device_norm": on_device("device_norm", _number, _scalar),
     "device_unscale": on_device("device_unscale", _scalar, _scalar, lambda world: True),
+    "check_driver": no_arguments("check_driver"),
     "chunk_squares": chunk_squares,
     "end_retaining": no_arguments("end_retaining"),
     "fold_squares": fold_squares,

@@ -19,7 +19,8 @@ def test_the_bits_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int], smoothi
     target[2::3] = -100
     weight = values(shape[1:], 2).abs()
     rows = [torch.empty(shape[:1]) for _ in range(2)]
-    host = [logits, target, weight, *rows, torch.empty_like(logits), torch.empty(2).double()]
+    results = [torch.empty_like(logits), torch.empty(()), torch.empty(2)]
+    host = [logits, target, weight, *rows, *results]
     there = [one.to(CUDA) for one in host]
     assert _C.cross_entropy(*host, -100, smoothing, True)
     with no_synchronization():

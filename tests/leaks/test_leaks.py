@@ -7,6 +7,7 @@ A public function without a case fails the suite.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import gc
@@ -177,11 +178,11 @@ def chunk_squares() -> Iterator[Case]:
 def cross_entropy() -> Iterator[Case]:
     logits, target, weight = torch.randn(4, 9), torch.arange(4), torch.ones(9)
     losses, likelihoods, slope = torch.empty(4), torch.empty(4), torch.empty(4, 9)
-    sums = torch.empty(2, dtype=torch.float64)
-    mine = [logits, target, weight, losses, likelihoods, slope, sums]
+    results = [torch.empty(()), torch.empty(2)]
+    mine = [logits, target, weight, losses, likelihoods, slope, *results]
     for last in (target, target.float(), target + 6):  # the latter two are torch's
         for out in (None, slope, slope.T):  # and the last one
-            given = (logits, last, weight, losses, likelihoods, out, sums, -100, 0.0, True)
+            given = (logits, last, weight, losses, likelihoods, out, *results, -100, 0.0, True)
             yield lambda given=given: _C.cross_entropy(*given), [*mine, last]
     yield failing(_C.cross_entropy, *mine, "none", 0.0, True), mine
 
@@ -420,6 +421,28 @@ def release_hook() -> Iterator[Case]:
     yield lambda: _C.ReleaseHook(otherwise, seen, rules, 1), [seen, rules, otherwise]
     yield failing(_C.ReleaseHook, otherwise, seen, []), [seen, otherwise]
     yield failing(hook), []
+    yield from waiting_hook()
+
+
+def waiting_hook() -> Iterator[Case]:
+    """A parameter that waits, others that are left to Python, and what cannot be asked."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = faststep.optim.SGD([p], lr=0.0)
+    seen, rules = weakref.ref(optimizer), {0: ()}
+    waiting: collections.deque[torch.Tensor] = collections.deque(maxlen=1)
+    for limit, start in ((100, 1), (100, 99), (1, 0), (1, "odd")):
+        hook = _C.ReleaseHook(id, seen, rules)
+        hook.group, hook.plain, hook.bytes = 0, True, 12
+        hook.together = (waiting.append, [start], limit)
+
+        def wait(hook: Any = hook, start: Any = start) -> None:
+            hook.together[1][0], hook.updated = start, False
+            hook(p)
+
+        yield wait, [p, rules, seen, optimizer]
+    hook = _C.ReleaseHook(id, seen, rules)
+    hook.group, hook.plain, hook.together = 0, True, (5, 5, 5)
+    yield failing(hook, p), [p, rules, seen, optimizer]
 
 
 def tensor_error() -> Iterator[Case]:
@@ -729,6 +752,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Slots": slots,
     "TensorError": tensor_error,
     "accumulate": accumulate,
+    "check_driver": lambda: iter([(_C.check_driver, [])]),
     "chunk_squares": chunk_squares,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
     "collect_grads": collect_grads,

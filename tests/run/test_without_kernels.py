@@ -63,18 +63,24 @@ print(hasattr(optimizer, "max_grad_norm"), round(float(p[0, 0]), 3))
 
 
 def test_the_first_line_says_so(programs: Programs) -> None:
-    """Where torch has CUDA and this package was built without kernels."""
+    """Where torch has CUDA and this package was built without kernels, or the driver is too old."""
     code = """
 import torch
 from faststep.cli import main
 from faststep.run import kernels, swaps
 torch.version.cuda = {cuda!r}
-kernels._C.has_kernels = lambda: False
+kernels._C.has_kernels = lambda: {built}
+def check():
+    raise RuntimeError("too old")
+kernels._C.check_driver = check
 raise SystemExit(main())
 """
     lines = [
-        programs.run(code.format(cuda=cuda), "run", "-c", "pass").stderr.splitlines()[0]
-        for cuda in ("12.8", None)
+        programs.run(code.format(cuda=cuda, built=built), "run", "-c", "pass")
+        for cuda, built in (("12.8", False), ("12.8", True), (None, False))
     ]
-    but = ", but torch's on CUDA: no CUDA kernels of this package can be used here;"
-    assert [but in line for line in lines] == [True, False]
+    firsts = [done.stderr.splitlines()[0] for done in lines]
+    but = ", but torch's on CUDA: "
+    assert f"{but}no CUDA kernels of this package can be used here;" in firsts[0]
+    assert f"{but}too old;" in firsts[1]
+    assert but not in firsts[2]

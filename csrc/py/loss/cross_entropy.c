@@ -19,7 +19,7 @@ typedef struct {
     fst_module *state;
     int device;
     fst_loss_batch batch;
-    double *sums;
+    fst_loss_result result;
 } call;
 
 static int read_logits(call *it, PyObject *object)
@@ -51,8 +51,8 @@ static void *packed(const call *it, PyObject *object, int dtype, int ndim, const
     return view.data;
 }
 
-/* Of logits, target, weight, losses, likelihoods, slope and sums. 0: torch's own function has to do
- * it. */
+/* Of logits, target, weight, losses, likelihoods, slope, loss and factors. 0: torch's own function
+ * has to do it. */
 static int read_call(call *it, PyObject *const *tensors)
 {
     fst_view target;
@@ -66,8 +66,10 @@ static int read_call(call *it, PyObject *const *tensors)
     batch->target_stride = target.strides[0];
     batch->losses = packed(it, tensors[3], FST_F32, 1, shape);
     batch->likelihoods = packed(it, tensors[4], FST_F32, 1, shape);
-    it->sums = packed(it, tensors[6], FST_F64, 1, &two);
-    if (!it->sums || (batch->rows && (!batch->losses || !batch->likelihoods)))
+    it->result.loss = packed(it, tensors[6], FST_F32, 0, NULL);
+    it->result.factors = packed(it, tensors[7], FST_F32, 1, &two);
+    if (!it->result.loss || !it->result.factors ||
+        (batch->rows && (!batch->losses || !batch->likelihoods)))
         return 0;
     if (tensors[2] != Py_None) {
         batch->weight = packed(it, tensors[2], FST_F32, 1, &batch->classes);
@@ -97,7 +99,8 @@ static PyObject *on_device(const call *it, PyObject *logits, int mean)
                                              .losses = address(batch->losses),
                                              .likelihoods = address(batch->likelihoods),
                                              .slope = address(batch->slope),
-                                             .sums = address(it->sums),
+                                             .loss = address(it->result.loss),
+                                             .factors = address(it->result.factors),
                                              .rows = batch->rows,
                                              .classes = batch->classes,
                                              .stride = batch->stride,
@@ -118,18 +121,18 @@ static PyObject *on_device(const call *it, PyObject *logits, int mean)
     return Py_NewRef(Py_True);
 }
 
-/* cross_entropy(logits, target, weight, losses, likelihoods, slope, sums, ignored, smoothing,
- * mean): see _C.pyi. */
+/* cross_entropy(logits, target, weight, losses, likelihoods, slope, loss, factors, ignored,
+ * smoothing, mean): see _C.pyi. */
 PyObject *fst_py_cross_entropy(PyObject *module, PyObject *args)
 {
     call it = {.state = fst_module_state(module)};
-    PyObject *tensors[7];
+    PyObject *tensors[8];
     fst_status status = {0};
     long long ignored;
     int mean;
-    if (!PyArg_ParseTuple(args, "OOOOOOOLdp", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                          &tensors[4], &tensors[5], &tensors[6], &ignored, &it.batch.smoothing,
-                          &mean))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOLdp", &tensors[0], &tensors[1], &tensors[2], &tensors[3],
+                          &tensors[4], &tensors[5], &tensors[6], &tensors[7], &ignored,
+                          &it.batch.smoothing, &mean))
         return NULL;
     it.batch.ignored = ignored;
     for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
@@ -139,7 +142,7 @@ PyObject *fst_py_cross_entropy(PyObject *module, PyObject *args)
     if (it.device != FST_HOST)
         return on_device(&it, tensors[0], mean);
     Py_BEGIN_ALLOW_THREADS
-    fst_loss_run(&it.batch, mean, it.sums, &status);
+    fst_loss_run(&it.batch, mean, it.result, &status);
     Py_END_ALLOW_THREADS
     return status.code ? fst_raise(&status) : Py_NewRef(Py_True);
 }

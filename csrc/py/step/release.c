@@ -1,6 +1,6 @@
 /* The type faststep._C.ReleaseHook: a hook that updates a parameter in backward and frees its
- * gradient. It calls Python unless the step is like the one before. The first gradient of each
- * group in a step calls Python too, which makes the group's rule. */
+ * gradient, or lets it wait for others. It calls Python unless the step is like the one before. The
+ * first gradient of each group in a step calls Python too, which makes the group's rule. */
 #include "py/step/step_plan.h"
 
 #include <math.h>
@@ -14,6 +14,10 @@ typedef struct {
     PyObject *optimizer; /* a weak reference */
     PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
     PyObject *group;
+    /* (append, [bytes], limit): a parameter is given to `append`, and waits, while those that wait
+     * have fewer bytes. NULL: it does not wait. */
+    PyObject *together;
+    int64_t bytes; /* of the gradient */
     /* libtorch's count of active TorchDispatchModes; NULL: not asked */
     int64_t (*mode_depth)(void);
     char plain;        /* no Python code has to see the step */
@@ -94,9 +98,44 @@ static int step_alike(fst_module *module, release_hook *self, PyObject *optimize
     return done;
 }
 
-/* Steps if that needs no Python code. Returns 1, 0 if Python has to step, or -1 with a Python
- * error. */
-static int try_step(fst_module *module, release_hook *self, PyObject *param)
+/* Adds a parameter to those that wait. Returns 1, 0 if it is the first or the last of them, for
+ * which Python has more to do, or -1 with a Python error. */
+static int join_waiting(PyObject *together, int64_t bytes, PyObject *param)
+{
+    PyObject *append, *sum;
+    long long limit;
+    if (!PyArg_ParseTuple(together, "OO!L", &append, &PyList_Type, &sum, &limit))
+        return -1;
+    PyObject *before = PyList_GetItem(sum, 0);
+    if (!before || !PyLong_CheckExact(before))
+        return before ? 0 : -1;
+    const long long waiting = PyLong_AsLongLong(before);
+    if (waiting <= 0 || bytes < 0 || bytes >= limit - waiting)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *after = PyLong_FromLongLong(waiting + bytes);
+    if (!after || PyList_SetItem(sum, 0, after))
+        return -1;
+    PyObject *done = PyObject_CallFunctionObjArgs(append, param, NULL);
+    Py_XDECREF(done);
+    return done ? 1 : -1;
+}
+
+/* As join_waiting, unless gradients are clipped. */
+static int wait_alike(const fst_module *module, const release_hook *self, PyObject *optimizer,
+                      PyObject *param)
+{
+    fst_step_options options = {0};
+    PyObject *together = Py_NewRef(self->together); /* the calls may run Python code */
+    int done = read_clipping(module, self, optimizer, &options);
+    if (done > 0)
+        done = PyTuple_Check(together) ? join_waiting(together, self->bytes, param) : 0;
+    Py_DECREF(together);
+    return done;
+}
+
+/* Steps or waits if that needs no Python code. Returns 1, 0 if Python has to do it, or -1 with a
+ * Python error. */
+static int try_alone(fst_module *module, release_hook *self, PyObject *param)
 {
     if (!self->plain || self->updated || !self->group || (self->mode_depth && self->mode_depth()))
         return 0;
@@ -112,7 +151,8 @@ static int try_step(fst_module *module, release_hook *self, PyObject *param)
         Py_XDECREF(optimizer);
         return optimizer ? 0 : -1;
     }
-    const int done = step_alike(module, self, optimizer, rule, param);
+    const int done = self->together ? wait_alike(module, self, optimizer, param)
+                                    : step_alike(module, self, optimizer, rule, param);
     Py_DECREF(rule);
     Py_DECREF(optimizer);
     return done;
@@ -129,12 +169,14 @@ static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "a ReleaseHook takes no keyword arguments");
         return NULL;
     }
-    const int done = try_step(module, self, param);
+    const int done = try_alone(module, self, param);
     if (done < 0)
         return NULL;
     if (!done)
         return PyObject_CallFunctionObjArgs(self->otherwise, param, NULL);
     self->updated = 1;
+    if (self->together)
+        return Py_NewRef(Py_None);
     return PyObject_SetAttr(param, module->names.grad, Py_None) ? NULL : Py_NewRef(Py_None);
 }
 
@@ -181,6 +223,7 @@ static int hook_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->optimizer);
     Py_VISIT(self->rules);
     Py_VISIT(self->group);
+    Py_VISIT(self->together);
     return 0;
 }
 
@@ -190,6 +233,7 @@ static int hook_clear(PyObject *object)
     release_hook *self = (release_hook *)object;
     self->plain = 0;
     Py_CLEAR(self->group);
+    Py_CLEAR(self->together);
     return 0;
 }
 
@@ -203,11 +247,13 @@ static void hook_dealloc(PyObject *object)
     Py_XDECREF(self->optimizer);
     Py_XDECREF(self->rules);
     Py_XDECREF(self->group);
+    Py_XDECREF(self->together);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
 static PyMemberDef hook_members[] = {
+    {"bytes", T_LONGLONG, offsetof(release_hook, bytes), 0, "Bytes of the parameter's gradient."},
     {"clips", T_BOOL, offsetof(release_hook, clips), 0,
      "Gradients are clipped to the optimizer's max_grad_norm."},
     {"group", T_OBJECT, offsetof(release_hook, group), 0, "The number of the parameter's group."},
@@ -220,6 +266,8 @@ static PyMemberDef hook_members[] = {
     {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, "The Plan for this parameter only."},
     {"square_sum", T_DOUBLE, offsetof(release_hook, square_sum), 0,
      "The sum of squares of the gradient that was measured."},
+    {"together", T_OBJECT, offsetof(release_hook, together), 0,
+     "(append, [bytes], limit) of parameters that wait for each other, or None."},
     {"updated", T_BOOL, offsetof(release_hook, updated), 0,
      "The parameter was updated since the last optimizer.step()."},
     {NULL, 0, 0, 0, NULL},

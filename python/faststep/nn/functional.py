@@ -36,9 +36,8 @@ class _Found(NamedTuple):
 
     loss: Tensor
     likelihoods: Tensor  # the softmax of each row's target
-    slope: Tensor | None  # the gradient of the loss, or that divided by `left`; None: not asked for
-    factor: float | Tensor  # of each row in `slope`
-    left: float | Tensor
+    slope: Tensor | None  # the gradient of the loss, or a multiple of it; None: not asked for
+    factors: Tensor | None  # of each row in `slope`, and what that is to be multiplied by; None: 1
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -51,19 +50,21 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, given: _Arguments, found: _Found) -> tuple[Any, ...]:
         ctx.save_for_backward(found.slope, found.likelihoods, given.target, given.weight)
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.found = given[2:], found[3:]
+        ctx.given, ctx.factors = given[2:], found.factors
         ctx.is_hooked = are_hooked()
         return found.loss, found.slope
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, of_slope: Tensor | None) -> tuple[Any, ...]:
         slope, likelihoods, target, weight = ctx.saved_tensors
-        (factor, left), grads = ctx.found, []
+        grads = []
         if of_slope is not None:
             given = _Arguments(target, weight, *ctx.given)
-            grads.append(_curved(slope, likelihoods, of_slope, given, factor))
+            grads.append(_curved(slope, likelihoods, of_slope, given, ctx.factors))
         if of_loss is not None:
-            by = of_loss.float() * left
+            by = of_loss.float()
+            if ctx.factors is not None and slope.dtype == torch.float16:
+                by = by * ctx.factors[1]
             by = by.unsqueeze(1) if by.ndim else by
             is_seen = torch.compiler.is_compiling() or _is_seen(by)
             if ctx.is_hooked or torch.is_grad_enabled() or is_seen or not is_free(slope):
@@ -83,13 +84,13 @@ def _curved(
     likelihoods: Tensor,
     by: Tensor,
     given: _Arguments,
-    factor: float | Tensor,
+    factors: Tensor | None,
 ) -> Tensor:
     """The product of the derivative of the slope, a symmetric matrix per row, and a tensor."""
     target, weight, ignored, _, smoothing = given
     counts = target != ignored
     classes = target.where(counts, 0).unsqueeze(1)
-    of_all = torch.where(counts, factor, 0.0)
+    of_all = torch.where(counts, 1.0 if factors is None else factors[0], 0.0)
     of_target = of_all * (1 - smoothing)
     if weight is not None:
         of_target = of_target * weight[classes.squeeze(1)]
@@ -181,21 +182,15 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
         return None
     count, device = len(logits), logits.device
     losses, likelihoods = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
-    sums = torch.empty(2, dtype=torch.float64, device=device)
+    loss, factors = (torch.empty(n, dtype=torch.float32, device=device) for n in ((), (2,)))
     slope = None
     if torch.is_grad_enabled() and logits.requires_grad:
         slope = torch.empty(logits.shape, dtype=logits.dtype, device=device)
-    is_mean, rows = reduction == "mean", (losses, likelihoods)
+    rows, results, is_mean = (losses, likelihoods), (loss, factors), reduction == "mean"
     if not _C.cross_entropy(
-        logits, target, weight, *rows, slope, sums, ignored, smoothing, is_mean
+        logits, target, weight, *rows, slope, *results, ignored, smoothing, is_mean
     ):
         return None
     if reduction == "none":
-        return _Found(losses.to(dtype), likelihoods, slope, 1.0, 1.0)
-    total, weights = sums.unbind()
-    if not is_mean:
-        return _Found(total.to(dtype), likelihoods, slope, 1.0, 1.0)
-    loss, factor = (total / weights).to(dtype), (1 / weights).float()
-    if logits.dtype == torch.float16:
-        return _Found(loss, likelihoods, slope, 1.0, factor.where(weights != 0, 1))
-    return _Found(loss, likelihoods, slope, factor, 1.0)
+        return _Found(losses.to(dtype), likelihoods, slope, None)
+    return _Found(loss.to(dtype), likelihoods, slope, factors if is_mean else None)

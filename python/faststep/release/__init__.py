@@ -28,7 +28,7 @@ def release_gradients(
 ) -> Release:
     """Update each parameter in backward, while its gradient is in the cache, and free the gradient.
 
-    On a CUDA device parameters wait until their gradients have 16 MB, or for the end of backward.
+    On a CUDA device parameters wait until their gradients have 64 MB, or for the end of backward.
 
     The bits are those of `optimizer.step()`. The loop stays as it is: `optimizer.step()` finds no
     gradients and only ends the step; schedulers, parameter groups and `state_dict` work as ever.

@@ -31,7 +31,7 @@ from .tied import give_rows, tied_embeddings
 __all__ = ["Release"]
 
 _MODE_DEPTH = address_of_mode_depth()
-_TOGETHER = 16 << 20  # bytes of gradients on a CUDA device for which a step begins
+_TOGETHER = 64 << 20  # bytes of gradients on a CUDA device for which a step begins
 
 
 class _Place:
@@ -62,7 +62,7 @@ class Release:
         self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._waiting: deque[Tensor] = deque()  # what the next step on a device will update
-        self._waiting_bytes = 0  # of their gradients
+        self._waiting_bytes = [0]  # of their gradients
         self._steppers: list[Stepper] = []  # of the first of these steps, the second, and so on
         self._turn = 0  # which of them comes next
         self._lock = threading.Lock()  # autograd has a thread for each device
@@ -122,8 +122,10 @@ class Release:
         """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
         self._clipping.prepare(hook)
-        waits = param.is_cuda and self._clipping.way is None
-        hook.plain = self._reduced is None and _MODE_DEPTH != 0 and not waits
+        hook.plain = self._reduced is None and _MODE_DEPTH != 0
+        if param.is_cuda and self._clipping.way is None:
+            hook.together = (self._waiting.append, self._waiting_bytes, _TOGETHER)
+            hook.bytes = param.numel() * param.element_size()
         place = _Place(hook)
         self._places.add(param, place, hook)
         return place
@@ -187,14 +189,14 @@ class Release:
         if not self._waiting:
             after_backward(weakly(self._step_together))
         self._waiting.append(param)
-        self._waiting_bytes += grad.numel() * grad.element_size()
-        if self._waiting_bytes >= _TOGETHER:
+        self._waiting_bytes[0] += max(1, grad.numel() * grad.element_size())
+        if self._waiting_bytes[0] >= _TOGETHER:
             self._step_together()
 
     def _step_together(self) -> None:
         """Step those that wait, and free their gradients."""
         with self._lock:
-            self._waiting_bytes = 0
+            self._waiting_bytes[0] = 0
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._step_these(waiting)
 
@@ -310,7 +312,7 @@ class Release:
             place.hook.updated = False
         self._clipping.scale = None
         self._waiting.clear()  # after a backward that failed: the step has used them
-        self._waiting_bytes = 0
+        self._waiting_bytes[0] = 0
         self._turn = 0
         self._rules.clear()
         self._attach(optimizer)

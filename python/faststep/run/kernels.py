@@ -10,14 +10,22 @@ from torch import Tensor
 
 from .. import _C
 
-__all__ = ["NO_KERNELS", "cuda_is_used", "lack_kernels", "listed"]
+__all__ = ["NO_KERNELS", "cuda_is_used", "listed", "why_none"]
 
 NO_KERNELS = "no CUDA kernels of this package can be used here"
 
 
-def lack_kernels() -> bool:
-    """True if torch has CUDA and this package was built without kernels."""
-    return torch.version.cuda is not None and not _C.has_kernels()
+def why_none() -> str:
+    """Why a torch with CUDA has no kernels here; empty if it may have some, or has no CUDA."""
+    if torch.version.cuda is None:
+        return ""
+    if not _C.has_kernels():
+        return NO_KERNELS
+    try:
+        _C.check_driver()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def cuda_is_used() -> bool:

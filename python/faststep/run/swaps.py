@@ -25,7 +25,7 @@ from .._devices import has_kernels_for
 from ..data.stats import Metered
 from ..optim.base import FusedOptimizer
 from ..optim.hooked import HookedOptimizer
-from .kernels import NO_KERNELS, cuda_is_used, lack_kernels, listed
+from .kernels import NO_KERNELS, cuda_is_used, listed, why_none
 from .optimizers import CLASSES
 from .timing import CallTimes
 
@@ -92,7 +92,7 @@ class Swaps:
         setattr(FusedOptimizer, "_is_for_torch", lambda optimizer, *what: True)  # noqa: B010
         for kind in (FusedOptimizer, optim.Adafactor):
             self._note_steps_of_torch(kind)
-        but = f", but torch's on CUDA: {NO_KERNELS}" if lack_kernels() else ""
+        but = f", but torch's on CUDA: {why}" if (why := why_none()) else ""
         self.done.append(f"torch.optim -> faststep.optim{but}")
 
     def swap_amp(self) -> None:
