@@ -26,8 +26,6 @@ from .._devices import has_kernels_for
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version, update_scale_as_torch
 
-__all__ = ["ScaleUpdate", "check_bounds", "check_hysteresis"]
-
 
 @dataclass(frozen=True)
 class ScaleUpdate:

@@ -10,8 +10,6 @@ from . import source_lines
 from .remedies import FASTSTEPS, FLUSHED, FROZEN, KEPT, OURS, TO_NONE, for_loaders
 from .uneven import late
 
-__all__ = ["Suspect", "suspects"]
-
 LEAST = 0.05  # of a step
 FAULT = 1.5e-6  # seconds that a page fault takes in a virtual machine
 COPY_RATE = 5e9  # bytes per second that an update moves at least

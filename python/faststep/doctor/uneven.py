@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from .phases import PHASES
 
-__all__ = ["Late", "late"]
-
 LEAST = 0.05  # of a step
 LOOKS = 100  # at the stack of a rank, per second
 WAITS = {"communication", "backward"}  # phases in which ranks may wait for each other

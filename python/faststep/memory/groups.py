@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ControlGroup", "group_of"]
-
 _LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _NO_LIMIT = 2**60  # version 1 says so with a number near 2**63
 

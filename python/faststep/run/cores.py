@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cores", "counted", "fit_threads"]
-
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 

@@ -22,16 +22,6 @@ from ..accumulation import accumulate as begin
 from ..zero import shard
 from ..zero.stage3.blocks import blocks_of
 
-__all__ = [
-    "accumulate",
-    "autocast",
-    "checkpoint_blocks",
-    "compile_models",
-    "freeze_objects",
-    "shard_models",
-    "use_channels_last",
-]
-
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
