@@ -1,6 +1,5 @@
 /* loss_pass.h - the cross-entropy of a batch of logits, and its gradient. */
-#ifndef FST_CORE_LOSS_PASS_H
-#define FST_CORE_LOSS_PASS_H
+#pragma once
 
 #include "base/status.h"
 #include "cpu/kernels.h"
@@ -14,5 +13,3 @@ int fst_loss_has_classes(const fst_loss_batch *batch);
 /* Fills `losses`, `likelihoods`, `slope` if there is one, and `sums`: those of the losses and of
  * the rows' weights. `factor` is not read: see fst_loss_factor (rules/cross_entropy.h). */
 fst_code fst_loss_run(const fst_loss_batch *batch, int mean, double *sums, fst_status *status);
-
-#endif

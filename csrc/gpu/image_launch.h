@@ -1,6 +1,5 @@
 /* image_launch.h - transforms a batch of images on a CUDA device. */
-#ifndef FST_GPU_IMAGE_LAUNCH_H
-#define FST_GPU_IMAGE_LAUNCH_H
+#pragma once
 
 #include "base/image_sample.h"
 #include "gpu/tables.h"
@@ -10,5 +9,3 @@
  * checked. The stream must not be captured, as the upload's pinned memory is reused. */
 fst_code fst_gpu_image(fst_gpu_tables *tables, const fst_image_batch *batch,
                        const fst_image_sample *samples, void *stream, fst_status *status);
-
-#endif

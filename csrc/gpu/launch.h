@@ -2,8 +2,7 @@
  * for, or one per round if it writes. None waits for the device.
  *
  * The caller fills in a launch struct (base/device.h) except for its tables. */
-#ifndef FST_GPU_LAUNCH_H
-#define FST_GPU_LAUNCH_H
+#pragma once
 
 #include "base/device.h"
 #include "base/status.h"
@@ -36,5 +35,3 @@ fst_code fst_gpu_cross_entropy(int device, const fst_cross_entropy_launch *launc
 /* The loss scale's update; needs no tables. */
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
                             fst_status *status);
-
-#endif

@@ -1,6 +1,5 @@
 /* arrays.h - arrays that double when they are full. */
-#ifndef FST_PY_TORCH_ARRAYS_H
-#define FST_PY_TORCH_ARRAYS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,5 +16,3 @@ static inline int fst_reserve(void *array, size_t *capacity, size_t count, size_
     PyErr_NoMemory();
     return -1;
 }
-
-#endif
