@@ -47,7 +47,6 @@ static PyObject *measure_chunks(fst_module *state, fst_list *list, double inv_sc
     return PyBool_FromLong(out.nonfinite);
 }
 
-/* chunk_squares(tensors, inv_scale, sums): see _C.pyi. */
 PyObject *fst_py_chunk_squares(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -62,7 +61,6 @@ PyObject *fst_py_chunk_squares(PyObject *module, PyObject *args)
     return result;
 }
 
-/* fold_squares(sums): see _C.pyi. */
 PyObject *fst_py_fold_squares(PyObject *module, PyObject *sums)
 {
     double *data;

@@ -27,7 +27,6 @@ static int sums_of(fst_module *state, PyObject *object, int device, uint64_t *da
     return 0;
 }
 
-/* device_chunk_squares(tensors, grad_scale, sums, found_inf): see _C.pyi. */
 PyObject *fst_py_device_chunk_squares(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -53,7 +52,6 @@ PyObject *fst_py_device_chunk_squares(PyObject *module, PyObject *args)
     return fst_device_list_finish(&it, ready, &status);
 }
 
-/* device_fold_squares(sums, norm): see _C.pyi. */
 PyObject *fst_py_device_fold_squares(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);

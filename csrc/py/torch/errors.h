@@ -1,7 +1,6 @@
 /* errors.h - errors as values, and as Python exceptions. */
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "base/status.h"
