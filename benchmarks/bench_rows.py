@@ -10,21 +10,6 @@ import torch
 from contenders import OURS
 from workloads import OTHER_OPTIMIZERS, SHAPES, Work, count_elements
 
-__all__ = [
-    "DTENSORS",
-    "GPT_BELOW",
-    "HOST_TENSORS",
-    "LARGE",
-    "MANY_SMALL",
-    "RELEASED",
-    "SMOKE",
-    "Plan",
-    "all_works",
-    "host_works",
-    "plan_of",
-    "window_works",
-]
-
 SMOKE = os.environ.get("FASTSTEP_BENCH_SMOKE") == "1"
 
 MANY_SMALL = "2000 x 64"

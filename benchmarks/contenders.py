@@ -16,20 +16,6 @@ from torch.nn import Parameter
 import faststep
 from workloads import INIT_SCALE, MAX_NORM, OTHER_OPTIMIZERS, Work
 
-__all__ = [
-    "CONTENDERS",
-    "OURS",
-    "SWAPPED",
-    "Contender",
-    "Round",
-    "UnavailableError",
-    "chain_of",
-    "contenders_of",
-    "fused_chain",
-    "swapped_chain",
-    "torch_chain",
-]
-
 Round = Callable[[], object]
 
 OURS = "faststep"

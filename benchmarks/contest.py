@@ -13,8 +13,6 @@ from figures import Figure
 from timing import Contest, CopyMeter, Outcome
 from workloads import Work
 
-__all__ = ["Ring"]
-
 COPIES_PER_BLOCK = 2
 ENOUGH_ROUNDS = 3
 ENOUGH_SECONDS = 5.0

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from bench_rows import SMOKE
 from faststep.cli.console import table
 
-__all__ = ["Figure", "figures_text"]
-
 
 @dataclass(frozen=True)
 class Figure:

@@ -16,8 +16,6 @@ from timing import Outcome
 from windows import BY_HAND, IN_PAIRS, RECIPE
 from workloads import FAMILIES, OTHER_OPTIMIZERS
 
-__all__ = ["GOALS", "Goal", "goals_text"]
-
 
 @dataclass(frozen=True)
 class Goal:

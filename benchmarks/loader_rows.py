@@ -20,8 +20,6 @@ from contenders import OURS, UnavailableError
 from faststep.data import transforms
 from faststep.data.formats.images import ImageFolder
 
-__all__ = ["BEST", "COPY", "LOADER_WORKS", "LoaderWork", "Stream", "work_of"]
-
 COPY = "bare copy"
 BEST = "torch, best of these"
 Stream = Generator[Any, None, None]

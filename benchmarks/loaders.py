@@ -21,8 +21,6 @@ from bench_rows import SMOKE
 from contenders import UnavailableError
 from loader_rows import LoaderWork, Stream, work_of
 
-__all__ = ["SETTLE", "Measured", "measured"]
-
 BLOCKS = 1 if SMOKE else 5
 SETTLE = 8  # batches until a loader runs evenly
 ENOUGH_SECONDS = 1.0  # of a block

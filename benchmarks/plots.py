@@ -15,8 +15,6 @@ from faststep.cli.plots import new_figure
 from timing import Outcome
 from workloads import FAMILIES, Work
 
-__all__ = ["draw", "plot_outcomes"]
-
 _COLOURS = ("#1f77b4", "#17becf", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["UnavailableError", "answer_of", "run_on_ranks"]
-
 
 class UnavailableError(Exception):
     """A package is missing; the message says which."""

@@ -12,8 +12,6 @@ from typing import Any
 from contenders import OURS
 from faststep.cli.console import table
 
-__all__ = ["FLOORS", "Floor", "Row", "compared", "kind_of_machine", "published", "regressions_text"]
-
 
 @dataclass(frozen=True)
 class Floor:

@@ -17,8 +17,6 @@ from faststep.cli.info import cpu_model, version_of
 from timing import Outcome
 from workloads import FAMILIES
 
-__all__ = ["as_json", "as_text", "duration", "machine"]
-
 _DISTRIBUTIONS = ("torch", "deepspeed", "torch-optimi", "bitsandbytes")
 
 

@@ -27,8 +27,6 @@ from bench_rows import SMOKE
 from loader_rows import work_of
 from loaders import SETTLE
 
-__all__ = ["seconds_in_slices"]
-
 SLICE_SECONDS = 0.06
 COUNTER_BYTES = 8
 

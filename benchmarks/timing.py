@@ -12,8 +12,6 @@ import torch
 from contenders import OURS, Contender, Round, UnavailableError, contenders_of
 from workloads import Arena, Work, available_bytes
 
-__all__ = ["Contest", "CopyMeter", "Outcome", "warm_up"]
-
 
 @dataclass
 class Outcome:

@@ -10,21 +10,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FAMILIES",
-    "INIT_SCALE",
-    "MAX_NORM",
-    "OTHER_OPTIMIZERS",
-    "SHAPES",
-    "Arena",
-    "Family",
-    "Shapes",
-    "Work",
-    "available_bytes",
-    "count_elements",
-    "resnet50",
-]
-
 Shapes = tuple[tuple[int, ...], ...]
 
 MAX_NORM = 1.0

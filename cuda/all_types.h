@@ -1,6 +1,5 @@
 /* all_types.h - operands of every type, in float and in double. */
-#ifndef FST_CUDA_ALL_TYPES_H
-#define FST_CUDA_ALL_TYPES_H
+#pragma once
 
 #include "fold_sums.h"
 #include "tile.h"
@@ -68,5 +67,3 @@
 #undef HELD
 #undef REAL
 #undef FST_T
-
-#endif

@@ -1,6 +1,5 @@
 /* begin.h - the first launch of a step: measures, decides, and fills the arguments of the rules. */
-#ifndef FST_CUDA_BEGIN_H
-#define FST_CUDA_BEGIN_H
+#pragma once
 
 /* Where chunks are few, a block takes this many at most, one by one. */
 enum { FST_CHUNKS_OF_BLOCK = 2 };
@@ -240,5 +239,3 @@ FST_KERNEL(fst_begin, fst_begin_launch)
         fst_move_numbers(tables);
     fst_advance_counters(tables); /* each thread those of the spans whose numbers it has moved */
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* fold_sums.h - the tree of rules/tree.h from a thread's lanes on: over a warp, a block, and the
  * grid. */
-#ifndef FST_CUDA_FOLD_SUMS_H
-#define FST_CUDA_FOLD_SUMS_H
+#pragma once
 
 #include "rules/tree.h"
 #include "read_tables.h"
@@ -148,5 +147,3 @@ FST_DEVICE int fst_any_seen(fst_device_outcome *outcome)
 {
     return atomicExch(&outcome->seen, 0u) != 0u;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* image_kernel.h - transforms a batch of images with a thread per output pixel. It makes all
  * channels, as the position is the same for them. */
-#ifndef FST_CUDA_IMAGE_KERNEL_H
-#define FST_CUDA_IMAGE_KERNEL_H
+#pragma once
 
 #include "rules/pixels.h"
 #include "words.h"
@@ -176,5 +175,3 @@ FST_KERNEL(fst_image_smooth, fst_image_batch)
 {
     fst_image_tiles(&launch, 1);
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* list_kernels.h - kernels over a list of tensors, for explicit unscaling, norms, clipping and
  * accumulation. */
-#ifndef FST_CUDA_LIST_KERNELS_H
-#define FST_CUDA_LIST_KERNELS_H
+#pragma once
 
 /* Unscales one round. Each round adds to what the rounds before it found. Where the inverse is
  * given as 1, and nobody wants to know of overflows, there is nothing to do. */
@@ -134,5 +133,3 @@ FST_KERNEL(fst_accumulate, fst_accumulate_launch)
             accumulate_f32(tables, op, two, &chunk, (float)launch.factor, launch.start);
     }
 }
-
-#endif

@@ -5,8 +5,7 @@
  * to their ends, and for the gradient. Of the device's memory the row is read once, and then from a
  * cache. A thread loads 16 bytes at a time, of `items` logits in lanes that follow one another, so
  * that 32 / items threads take a strip, and a warp as many strips at once as a word has items. */
-#ifndef FST_CUDA_LOSS_KERNEL_H
-#define FST_CUDA_LOSS_KERNEL_H
+#pragma once
 
 #include "fold_sums.h"
 #include "loss_words.h"
@@ -345,5 +344,3 @@ FST_KERNEL(fst_cross_entropy, fst_cross_entropy_launch)
     else
         fst_loss_rows(&launch, shared, factor, 8);
 }
-
-#endif

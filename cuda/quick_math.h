@@ -10,8 +10,7 @@
  * Loops that know their types also have FST_DESCEND, which most rules end with. It does not look at
  * its operands. Its result is NaN, or below FST_QUICK_MIN, or has the bits: a quotient that is too
  * small to be exact is also too small to change a parameter that is not. */
-#ifndef FST_CUDA_QUICK_MATH_H
-#define FST_CUDA_QUICK_MATH_H
+#pragma once
 
 #include "rules/rules.h"
 #include "words.h"
@@ -161,5 +160,3 @@ FST_DEVICE void fst_decay(float *g, const float *p, float l2)
 #undef FST_SIZE
 #undef FST_DIVIDE
 #undef FST_DESCEND
-
-#endif

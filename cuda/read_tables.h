@@ -1,6 +1,5 @@
 /* read_tables.h - reads the tables of base/device.h. */
-#ifndef FST_CUDA_READ_TABLES_H
-#define FST_CUDA_READ_TABLES_H
+#pragma once
 
 #include "words.h"
 
@@ -149,5 +148,3 @@ FST_DEVICE unsigned fst_size_log2(int32_t dtype)
 {
     return dtype == FST_F64 ? 3u : dtype == FST_F32 ? 2u : 1u;
 }
-
-#endif

@@ -4,8 +4,7 @@
  * first. A thread takes runs of 1 << shift elements, as many as 16 bytes of the narrowest type
  * hold; the next thread takes the next run. The other elements, and all of a chunk with any
  * other operand, are loaded one by one. */
-#ifndef FST_CUDA_TILE_H
-#define FST_CUDA_TILE_H
+#pragma once
 
 #include "read_tables.h"
 
@@ -91,5 +90,3 @@ FST_DEVICE void fst_leave(uint64_t *tiles, uint32_t element, uint32_t turn)
 {
     *tiles |= (uint64_t)1 << (element / (8 * FST_WARP) + turn);
 }
-
-#endif

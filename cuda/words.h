@@ -1,8 +1,7 @@
 /* words.h - the macros that kernels are written in, for nvcc. To test without a GPU a C compiler
  * compiles them: the simulator (tests/cuda) then defines these macros, and CUDA's own names,
  * first. */
-#ifndef FST_CUDA_WORDS_H
-#define FST_CUDA_WORDS_H
+#pragma once
 
 #include "base/device.h"
 #include "base/portable.h"
@@ -178,5 +177,3 @@ FST_DEVICE uint32_t fst_narrow_two_f16(float low, float high)
     return first | (high != high ? 0x7FFFu : (uint32_t)fst_f32_to_f16(high)) << 16;
 #endif
 }
-
-#endif

@@ -19,8 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["Job", "forked", "jobs_of", "on_ranks", "results_of"]
-
 WAIT = 60  # seconds that a rank may wait for another
 PRELOADED = [  # none of these starts threads, which a fork would lose
     "torch._dynamo",  # the first optimizer imports it

@@ -17,21 +17,6 @@ from rewrite import (
     with_arguments,
 )
 
-__all__ = [
-    "ALWAYS",
-    "FUSED",
-    "INSIDE",
-    "KEPT",
-    "MODES",
-    "PLAIN",
-    "RETAIN",
-    "RUN",
-    "SWAPPED",
-    "Mode",
-    "absent",
-    "preloading",
-]
-
 PLAIN, FUSED, SWAPPED, INSIDE, RUN = "plain", "fused", "swapped", "max_grad_norm", "run"
 RETAIN, KEPT = "retain", "swapped, retain"
 

@@ -9,16 +9,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-__all__ = [
-    "OURS",
-    "NotThisScriptError",
-    "clipping_inside",
-    "compiled",
-    "retaining",
-    "swapped",
-    "with_arguments",
-]
-
 # What faststep has in the place of torch's names.
 OURS = {
     **{f"torch.optim.{name}": f"faststep.optim.{name}" for name in ("Adam", "AdamW", "SGD")},

@@ -16,8 +16,6 @@ from typing import Any
 
 from faststep.cli.console import CommandError
 
-__all__ = ["Interval", "interval", "play", "ratios"]
-
 Found = dict[str, Any]
 Interval = tuple[float, float, float]  # a mean, and between what it lies
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import faststep.cli.scripts
 
-__all__ = ["FOLDERS", "WORKS", "Work"]
-
 FOLDERS = (Path(__file__).parent / "scripts", Path(faststep.cli.scripts.__file__).parent)
 
 

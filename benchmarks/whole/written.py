@@ -17,8 +17,6 @@ from works import WORKS
 from faststep.cli.busy import busy_note
 from faststep.cli.console import table
 
-__all__ = ["as_tables", "into"]
-
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- begin: written by benchmarks/whole/written.py -->", "<!-- end -->"
 NONE = "-"

@@ -6,8 +6,7 @@
  * Addresses are 64-bit numbers, so host and device agree on every struct.
  *
  * Short tables travel in the launch's own parameters, so that nothing has to be copied first. */
-#ifndef FST_BASE_DEVICE_H
-#define FST_BASE_DEVICE_H
+#pragma once
 
 #include "base/work.h"
 
@@ -234,5 +233,3 @@ typedef struct {
     double min_scale, max_scale;
     int32_t growth_interval, hysteresis;
 } fst_loss_scale_launch;
-
-#endif

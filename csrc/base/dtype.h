@@ -1,6 +1,5 @@
 /* dtype.h - the element types of tensors. */
-#ifndef FST_BASE_DTYPE_H
-#define FST_BASE_DTYPE_H
+#pragma once
 
 #include <stddef.h>
 
@@ -11,5 +10,3 @@ static inline size_t fst_dtype_size(fst_dtype dtype)
 {
     return dtype == FST_F64 ? 8u : dtype == FST_F32 ? 4u : 2u;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* image_sample.h - a batch of images to be transformed, as plain data that CPU and device read.
  * Addresses are 64-bit numbers, so host and device agree on every struct. */
-#ifndef FST_BASE_IMAGE_SAMPLE_H
-#define FST_BASE_IMAGE_SAMPLE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -37,5 +36,3 @@ typedef struct {
     int32_t antialias;       /* of what is resized */
     float scale[FST_IMAGE_CHANNELS], bias[FST_IMAGE_CHANNELS];
 } fst_image_batch;
-
-#endif

@@ -1,6 +1,5 @@
 /* portable.h - the macros that let one source serve gcc and clang (C11) and nvcc. */
-#ifndef FST_BASE_PORTABLE_H
-#define FST_BASE_PORTABLE_H
+#pragma once
 
 #include <float.h>
 #include <math.h>
@@ -154,5 +153,3 @@ FST_FN double fst_pow(double base, double exponent)
         return (double)NAN;
     return (base > 0.0) == (exponent > 0.0) ? (double)INFINITY : 0.0;
 }
-
-#endif

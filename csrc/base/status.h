@@ -1,6 +1,5 @@
 /* status.h - errors as values: a code, and a message for the user. */
-#ifndef FST_BASE_STATUS_H
-#define FST_BASE_STATUS_H
+#pragma once
 
 typedef enum {
     FST_OK = 0,
@@ -20,5 +19,3 @@ typedef struct {
 /* Records code and a printf-style message in `status` and returns the code. */
 fst_code fst_fail(fst_status *status, fst_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-
-#endif

@@ -1,7 +1,6 @@
 /* stream.h - copies that bypass the caches, for data that is not read again soon. The old
  * contents of the destination are then not fetched either. */
-#ifndef FST_BASE_STREAM_H
-#define FST_BASE_STREAM_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -44,6 +43,4 @@ static inline void fst_stream_copy(char *restrict to, const char *restrict from,
 static inline void fst_stream_end(void)
 {
 }
-#endif
-
 #endif

@@ -1,7 +1,6 @@
 /* widen.h - conversions of rows: token ids to wider integers, and numbers to the floats that a
  * model takes. */
-#ifndef FST_BASE_WIDEN_H
-#define FST_BASE_WIDEN_H
+#pragma once
 
 #include "base/dtype.h"
 
@@ -46,5 +45,3 @@ typedef struct {
     fst_widen u8_to_i64, i8_to_i64, i16_to_i64, i32_to_i64;
     fst_to_floats to_floats;
 } fst_widen_loops;
-
-#endif

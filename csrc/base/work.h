@@ -5,8 +5,7 @@
  * its own layout. Spans are cut into chunks of at most FST_CHUNK elements. The chunk list covers
  * all spans. Its order and the chunk size are fixed, so partial sums are the same for every
  * number of threads. */
-#ifndef FST_BASE_WORK_H
-#define FST_BASE_WORK_H
+#pragma once
 
 #include <stdint.h>
 
@@ -70,5 +69,3 @@ typedef struct {
     uint64_t serial; /* of the chunk list: no two lists have the same; 0: unknown */
     unsigned width;
 } fst_work;
-
-#endif

@@ -1,6 +1,5 @@
 /* factored_step.h - a step of Adafactor for many parameters in CPU memory. */
-#ifndef FST_CORE_FACTORED_STEP_H
-#define FST_CORE_FACTORED_STEP_H
+#pragma once
 
 #include "base/status.h"
 #include "cpu/kernels.h"
@@ -11,5 +10,3 @@ void fst_factored_use(const fst_cpu_kernels *kernels);
 /* Makes the step of parameters that share no memory. Of each, the operands, the counts and the
  * numbers of the step are set. Their count is above 0. Without memory nothing is written. */
 fst_code fst_factored_step(fst_factored *params, size_t count, fst_status *status);
-
-#endif

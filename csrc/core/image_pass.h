@@ -1,6 +1,5 @@
 /* image_pass.h - checks and transforms a batch of images. */
-#ifndef FST_CORE_IMAGE_PASS_H
-#define FST_CORE_IMAGE_PASS_H
+#pragma once
 
 #include "base/image_sample.h"
 #include "base/status.h"
@@ -19,5 +18,3 @@ void fst_image_split(size_t count, uint8_t *planes, const uint8_t *pixels);
 
 /* Transforms the whole batch, in the host's memory. */
 fst_code fst_image_transform(const fst_image_batch *batch, fst_status *status);
-
-#endif

@@ -1,6 +1,5 @@
 /* layout.h - derives an order of iteration, common to several tensors, from shape and strides. */
-#ifndef FST_CORE_LAYOUT_H
-#define FST_CORE_LAYOUT_H
+#pragma once
 
 #include "base/work.h"
 
@@ -19,5 +18,3 @@ int fst_layout_describe(int order_count, const int *order, const int64_t *shape,
 /* Whether two indices of the layout may name the same element (a stride of 0, or interleaved
  * strides). */
 int fst_layout_overlaps(const fst_layout *layout);
-
-#endif

@@ -1,6 +1,5 @@
 /* loss_pass.h - the cross-entropy of a batch of logits, and its gradient. */
-#ifndef FST_CORE_LOSS_PASS_H
-#define FST_CORE_LOSS_PASS_H
+#pragma once
 
 #include "base/status.h"
 #include "cpu/kernels.h"
@@ -16,5 +15,3 @@ int fst_loss_has_classes(const fst_loss_batch *batch);
  * fst_loss_factor. */
 fst_code fst_loss_run(const fst_loss_batch *batch, int mean, fst_loss_result result,
                       fst_status *status);
-
-#endif

@@ -1,6 +1,5 @@
 /* overlap.h - finds spans that write the same memory, so that they do not run at the same time. */
-#ifndef FST_CORE_OVERLAP_H
-#define FST_CORE_OVERLAP_H
+#pragma once
 
 #include "base/status.h"
 #include "base/work.h"
@@ -17,5 +16,3 @@ fst_extent fst_overlap_extent(const fst_operand *op, int64_t count);
  * round is enough; else the caller frees it. */
 fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_many,
                             uint32_t **round_of, size_t *round_count, fst_status *status);
-
-#endif

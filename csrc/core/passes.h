@@ -1,7 +1,6 @@
 /* passes.h - the passes over a sealed plan. A pass reads the plan's data and nothing else, so
  * CPU and GPU backends can share plans. */
-#ifndef FST_CORE_PASSES_H
-#define FST_CORE_PASSES_H
+#pragma once
 
 #include "core/plan.h"
 #include "cpu/kernels.h"
@@ -52,5 +51,3 @@ fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *st
  * span.args. */
 fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
                     fst_status *status);
-
-#endif

@@ -2,8 +2,7 @@
  *
  * A plan is filled again for every step that differs: begin, add each span and set its operands,
  * seal. While the number of elements of every span stays the same, sealing keeps the chunk list. */
-#ifndef FST_CORE_PLAN_H
-#define FST_CORE_PLAN_H
+#pragma once
 
 #include "base/status.h"
 #include "base/work.h"
@@ -49,5 +48,3 @@ static inline void fst_plan_moved(fst_plan *plan, unsigned operand)
 
 /* The plan as passes read it. Valid until the plan changes. */
 fst_work fst_plan_work(const fst_plan *plan);
-
-#endif

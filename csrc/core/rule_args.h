@@ -1,7 +1,6 @@
 /* rule_args.h - the table of rules, and the arguments that a rule reads: computed from
  * hyper-parameters and a step count. */
-#ifndef FST_CORE_RULE_ARGS_H
-#define FST_CORE_RULE_ARGS_H
+#pragma once
 
 #include "rules/rules.h"
 
@@ -25,5 +24,3 @@ fst_numbers fst_rule_next_numbers(fst_rule rule, fst_numbers held, double *hyper
 /* Fills args->rule_args for step `step` (the count after this step: 1 at first) from args->rule,
  * args->wide and the rule's hyper-parameters in their order. */
 void fst_rule_fill_args(fst_update_args *args, const double *hyper, double step);
-
-#endif

@@ -4,8 +4,7 @@
  * A parameter is a batch of matrices, or a vector, whose second moments are kept as they are. It is
  * cut into tiles, which run in any order. Partial sums are kept per tile, so the bits are the same
  * for every number of threads. */
-#ifndef FST_CPU_FACTORED_H
-#define FST_CPU_FACTORED_H
+#pragma once
 
 #include "base/work.h"
 
@@ -59,5 +58,3 @@ typedef struct {
     void (*measure_update)(const fst_factored *f, int64_t tile);
     void (*write)(const fst_factored *f, int64_t tile);
 } fst_factored_loops;
-
-#endif

@@ -1,7 +1,6 @@
 /* image_scratch.h - a thread's working memory for images: rows of the source and of the output,
  * small enough for its nearest caches. */
-#ifndef FST_CPU_IMAGE_SCRATCH_H
-#define FST_CPU_IMAGE_SCRATCH_H
+#pragma once
 
 #include <stddef.h>
 
@@ -60,5 +59,3 @@ static inline fst_image_scratch fst_image_scratch_of(const fst_image_batch *batc
     s.halves = fst_image_take(memory, &s.size, (width * channels + 1) / 2);
     return s;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* isa.h - functions that the files compiled once per instruction set, FST_ISA, call of each
  * other. */
-#ifndef FST_CPU_ISA_H
-#define FST_CPU_ISA_H
+#pragma once
 
 #include "base/image_sample.h"
 #include "base/widen.h"
@@ -21,5 +20,3 @@ void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
 extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
 void FST_OF_ISA(fst_loss_rows)(const fst_loss_batch *batch, int64_t begin, int64_t end);
 extern const fst_factored_loops FST_OF_ISA(fst_factored_loops)[2];
-
-#endif

@@ -1,6 +1,5 @@
 /* job.h - a job: one pass over all chunks, divided among threads. */
-#ifndef FST_CPU_JOB_H
-#define FST_CPU_JOB_H
+#pragma once
 
 #include "base/status.h"
 #include "cpu/kernels.h"
@@ -38,5 +37,3 @@ int fst_job_turns_last(void);
 
 /* Runs the rounds of the work one after another, each as one parallel region. */
 fst_code fst_job_run(const fst_job *job, fst_status *status);
-
-#endif

@@ -1,6 +1,5 @@
 /* kernels.h - the CPU's loops, compiled once per instruction set and chosen at run time. */
-#ifndef FST_CPU_KERNELS_H
-#define FST_CPU_KERNELS_H
+#pragma once
 
 #include "base/image_sample.h"
 #include "base/widen.h"
@@ -67,5 +66,3 @@ const fst_cpu_kernels *fst_cpu_select(const char *name);
 
 /* The i-th compiled level, best last, and whether this CPU runs it; NULL past the end. */
 const char *fst_cpu_level(size_t index, int *supported);
-
-#endif

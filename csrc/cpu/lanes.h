@@ -1,6 +1,5 @@
 /* lanes.h - starts and folds the lanes of a reduction as rules/tree.h defines it. */
-#ifndef FST_CPU_LANES_H
-#define FST_CPU_LANES_H
+#pragma once
 
 #include "cpu/kernels.h"
 
@@ -49,5 +48,3 @@ static double fold_lanes(double *lanes, size_t count, fst_norm_kind norm)
            : norm == FST_NORM_MIN ? fold_min(lanes, used)
                                   : fold_sum(lanes, used);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* loss_rows.h - a batch of rows of logits, for which a cross-entropy is computed. */
-#ifndef FST_CPU_LOSS_ROWS_H
-#define FST_CPU_LOSS_ROWS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -37,5 +36,3 @@ static inline double fst_loss_weight(const fst_loss_batch *b, int64_t target)
 
 /* Rows [begin, end). Targets are checked before. */
 typedef void fst_loss_fn(const fst_loss_batch *batch, int64_t begin, int64_t end);
-
-#endif

@@ -1,6 +1,5 @@
 /* parallel.h - one parallel region over a range, on torch's own intra-op threads. */
-#ifndef FST_CPU_PARALLEL_H
-#define FST_CPU_PARALLEL_H
+#pragma once
 
 #include <stdint.h>
 
@@ -21,5 +20,3 @@ const char *fst_parallel_name(void);
  */
 fst_code fst_parallel_for(int64_t end, int64_t grain, fst_range_fn fn, void *context,
                           fst_status *status);
-
-#endif

@@ -1,7 +1,6 @@
 /* strided.h - moves elements between a contiguous strip and an operand with a layout: strides,
  * or flipped signs. */
-#ifndef FST_CPU_STRIDED_H
-#define FST_CPU_STRIDED_H
+#pragma once
 
 #include <string.h>
 
@@ -84,5 +83,3 @@ static inline void fst_strided_copy(const fst_operand *op, char *strip, int64_t 
     if (op->layout->negated && !into_operand)
         fst_flip_signs(strip, count, size);
 }
-
-#endif

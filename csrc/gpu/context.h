@@ -1,6 +1,5 @@
 /* context.h - the devices in use, each with its primary context, its kernels and their grids. */
-#ifndef FST_GPU_CONTEXT_H
-#define FST_GPU_CONTEXT_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -76,5 +75,3 @@ fst_code fst_gpu_upload(const fst_gpu_device *device, uint64_t to, const void *p
                         void *stream, fst_status *status);
 
 fst_gpu_counts fst_gpu_counted(void);
-
-#endif

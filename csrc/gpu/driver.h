@@ -4,8 +4,7 @@
  * device; the argument `device` is only for that. Contexts, streams, events, modules and
  * functions are the driver's handles. From fst_driver_load on, all functions need
  * fst_driver_enter. */
-#ifndef FST_GPU_DRIVER_H
-#define FST_GPU_DRIVER_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -88,5 +87,3 @@ fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_sta
  * not call the driver. */
 fst_code fst_driver_give_to_graph(int device, void *stream, void *object, void (*gone)(void *),
                                   fst_status *status);
-
-#endif

@@ -1,6 +1,5 @@
 /* driver_calls.h - the declarations of cuda.h that are used, for driver.c alone. */
-#ifndef FST_GPU_DRIVER_CALLS_H
-#define FST_GPU_DRIVER_CALLS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -66,5 +65,3 @@ enum {
       (void **holder, void *object, cu_host_function gone, unsigned count, unsigned flags))       \
     X(cuUserObjectRelease, (void *holder, unsigned count))                                        \
     X(cuGraphRetainUserObject, (void *graph, void *holder, unsigned count, unsigned flags))
-
-#endif

@@ -1,6 +1,5 @@
 /* fatbin.h - the compiled kernels, in a file beside the package or in memory. */
-#ifndef FST_GPU_FATBIN_H
-#define FST_GPU_FATBIN_H
+#pragma once
 
 #include <stddef.h>
 
@@ -25,5 +24,3 @@ void fst_fatbin_in_memory(fst_fatbin_source *source, const void *data, size_t si
  * read past the end. */
 fst_code fst_fatbin_open(const fst_fatbin_source *source, fst_fatbin *out, fst_status *status);
 void fst_fatbin_close(fst_fatbin *fatbin);
-
-#endif

@@ -1,7 +1,6 @@
 /* graph_memory.h - memory that a captured graph reads and writes at every replay. It belongs to the
  * graph: whoever captured it may be gone before. */
-#ifndef FST_GPU_GRAPH_MEMORY_H
-#define FST_GPU_GRAPH_MEMORY_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -16,5 +15,3 @@ fst_code fst_graph_memory_take(int device, void *stream, size_t size, size_t pin
 /* Frees the memory of graphs that are gone: CUDA forbids that at the moment when they go. Within
  * fst_gpu_enter, of any device. */
 void fst_graph_memory_sweep(void);
-
-#endif

@@ -2,10 +2,10 @@
  * for, or one per round if it writes. None waits for the device.
  *
  * The caller fills in a launch struct (base/device.h) except for its tables. */
-#ifndef FST_GPU_LAUNCH_H
-#define FST_GPU_LAUNCH_H
+#pragma once
 
 #include "base/device.h"
+#include "base/image_sample.h"
 #include "base/status.h"
 #include "gpu/tables.h"
 
@@ -37,4 +37,9 @@ fst_code fst_gpu_cross_entropy(int device, const fst_cross_entropy_launch *launc
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
                             fst_status *status);
 
-#endif
+/* Transforms a batch of images by one upload and one launch on `stream`, without waiting for the
+ * device. The batch's addresses are of the device's memory; batch->samples receives a copy of
+ * `samples`, which must have been checked. The stream must not be captured, as the upload's pinned
+ * memory is reused. */
+fst_code fst_gpu_image(fst_gpu_tables *tables, const fst_image_batch *batch,
+                       const fst_image_sample *samples, void *stream, fst_status *status);

@@ -1,7 +1,6 @@
 /* mirror.h - a copy of the device's tables in the host's memory, in sections of one allocation,
  * with the range of bytes that the device does not have yet. Calls no driver. */
-#ifndef FST_GPU_MIRROR_H
-#define FST_GPU_MIRROR_H
+#pragma once
 
 #include "base/device.h"
 #include "base/status.h"
@@ -74,5 +73,3 @@ void fst_gpu_mirror_put(const fst_gpu_mirror *mirror, void *launch, size_t at,
                         fst_device_tables *tables);
 
 void fst_gpu_mirror_free(fst_gpu_mirror *mirror);
-
-#endif

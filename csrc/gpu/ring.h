@@ -1,7 +1,6 @@
 /* ring.h - a ring of pinned host memory for uploads. A slot is reused after the event behind its
  * copy has passed. Where the next slot is still in use the ring grows; it never waits. */
-#ifndef FST_GPU_RING_H
-#define FST_GPU_RING_H
+#pragma once
 
 #include "gpu/context.h"
 
@@ -30,5 +29,3 @@ fst_code fst_gpu_ring_upload(fst_gpu_ring *ring, const fst_gpu_device *device, u
 
 /* Frees the host's part, and with `inside` (within fst_gpu_enter_relaxed) the driver's. */
 void fst_gpu_ring_free(fst_gpu_ring *ring, int inside);
-
-#endif

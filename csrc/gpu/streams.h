@@ -2,8 +2,7 @@
  *
  * Nobody may touch a stream that was destroyed. An event can be recorded on a stream that lasts
  * whenever somebody needs it; on any other one only now, for whoever may need it later. */
-#ifndef FST_GPU_STREAMS_H
-#define FST_GPU_STREAMS_H
+#pragma once
 
 typedef enum {
     FST_STREAM_UNKNOWN,
@@ -17,5 +16,3 @@ fst_stream_life fst_gpu_stream_life(const void *stream);
 /* Notes of an unknown stream whether it lasts. What was noted stays, and where there is no room for
  * more a stream ends as far as is known. Safe from any thread. */
 void fst_gpu_note_stream(const void *stream, int lasts);
-
-#endif

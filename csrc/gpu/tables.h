@@ -4,8 +4,7 @@
  * launches, where it is short, or is uploaded, in one copy on the step's stream. During a capture
  * the tables get memory of their own that only the graph writes, so later steps do not disturb the
  * graph. It belongs to the graph (graph_memory.h). */
-#ifndef FST_GPU_TABLES_H
-#define FST_GPU_TABLES_H
+#pragma once
 
 #include "gpu/context.h"
 #include "gpu/mirror.h"
@@ -63,5 +62,3 @@ fst_code fst_gpu_tables_set_brief(fst_gpu_tables *tables, const fst_work *work, 
 
 /* Called behind the last pass on tables->stream. Within fst_gpu_enter. */
 fst_code fst_gpu_tables_end(fst_gpu_tables *tables, fst_status *status);
-
-#endif

@@ -4,8 +4,7 @@
  * memory itself says who owns a block. So taking a block and giving it back needs no system call
  * and no lock, and the blocks of a killed worker can be found. The file has no name, so nothing
  * is left behind. */
-#ifndef FST_IO_ARENA_H
-#define FST_IO_ARENA_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -99,5 +98,3 @@ void fst_arena_keep_locked(int keep);
 /* Lets malloc keep freed memory from the start, as glibc does after a while. The samples of a
  * batch are freed together, and the system would clear the same pages for the next ones. */
 void fst_keep_freed_memory(void);
-
-#endif

@@ -1,7 +1,6 @@
 /* arena_parts.h - the layout of the arena's file and the states of a block, for the arena's
  * files. */
-#ifndef FST_IO_ARENA_PARTS_H
-#define FST_IO_ARENA_PARTS_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -112,5 +111,3 @@ int fst_arena_punch(const fst_arena *arena, const block_entry *entry);
 void fst_arena_see(fst_arena *arena, size_t block);
 
 fst_code fst_arena_no_memory(fst_status *status, const char *what, int error);
-
-#endif

@@ -4,8 +4,7 @@
  * for a batch, take or drop it, one at a time; the other functions are for one caller at a time. In
  * a forked child the batcher has no threads: there the functions fail, and dropping and freeing do
  * nothing. */
-#ifndef FST_IO_BATCHER_H
-#define FST_IO_BATCHER_H
+#pragma once
 
 #include "io/slots.h"
 #include "io/table.h"
@@ -42,5 +41,3 @@ void fst_batcher_drop(fst_batcher *batcher, fst_batch *batch);
 void fst_batcher_end(fst_batcher *batcher);
 
 void fst_batcher_free(fst_batcher *batcher);
-
-#endif

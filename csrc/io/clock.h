@@ -1,6 +1,5 @@
 /* clock.h - the monotonic clock, for waits with a deadline and for measuring time. */
-#ifndef FST_IO_CLOCK_H
-#define FST_IO_CLOCK_H
+#pragma once
 
 #include <stdint.h>
 #include <time.h>
@@ -23,5 +22,3 @@ static inline int fst_time_is_past(const struct timespec *time)
 {
     return fst_now_ns() >= (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
 }
-
-#endif

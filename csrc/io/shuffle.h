@@ -2,8 +2,7 @@
  *
  * It is a Feistel network (Luby & Rackoff 1988) over the next power of two, with cycle walking
  * (Black & Rogaway 2002): a number beyond the length is permuted again until it is not. */
-#ifndef FST_IO_SHUFFLE_H
-#define FST_IO_SHUFFLE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -20,5 +19,3 @@ void fst_shuffle_init(fst_shuffle *shuffle, uint64_t length, uint64_t seed, uint
 
 /* Item i < length of the permutation. */
 uint64_t fst_shuffle_at(const fst_shuffle *shuffle, uint64_t i);
-
-#endif

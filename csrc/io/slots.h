@@ -2,8 +2,7 @@
  *
  * A slot holds one field of one batch. It has one owner at a time, who gives it back from any
  * thread. A slot may outlive the maker of its pool. */
-#ifndef FST_IO_SLOTS_H
-#define FST_IO_SLOTS_H
+#pragma once
 
 #include <stddef.h>
 
@@ -40,5 +39,3 @@ void fst_slots_close(fst_slots *pool);
 
 /* The number of forks between the process that loaded the library and this one. */
 unsigned fst_forks(void);
-
-#endif

@@ -3,8 +3,7 @@
  * A table is a tree of nodes. A leaf has rows, with one column per field; all leaves have the
  * same fields. Other nodes choose among another node's samples, or join several nodes one after
  * another. */
-#ifndef FST_IO_TABLE_H
-#define FST_IO_TABLE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -89,5 +88,3 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place);
  * `stream` by non-temporal stores. */
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
                     char *const *outputs, int stream);
-
-#endif

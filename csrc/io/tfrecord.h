@@ -2,8 +2,7 @@
  *
  * A record is the data's length (8 bytes), the masked CRC-32C of the length, the data, and the
  * masked CRC-32C of the data. Numbers are little-endian. */
-#ifndef FST_IO_TFRECORD_H
-#define FST_IO_TFRECORD_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -25,5 +24,3 @@ uint32_t fst_crc32c(const void *data, size_t size);
  * they are. Compares the data with their checksum if `check` is set. */
 fst_tfrecord_fault fst_tfrecord_at(const char *file, size_t size, size_t at, int check,
                                    size_t *data, size_t *length);
-
-#endif

@@ -1,6 +1,5 @@
 /* cgroup.h - how much memory a control group still has. */
-#ifndef FST_MEMORY_CGROUP_H
-#define FST_MEMORY_CGROUP_H
+#pragma once
 
 #include <stddef.h>
 
@@ -19,5 +18,3 @@ typedef struct {
 int fst_cgroup_at(fst_cgroup *group, const char *folder, int version);
 
 fst_cgroup_memory fst_cgroup_read(const fst_cgroup *group);
-
-#endif

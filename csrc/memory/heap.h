@@ -4,8 +4,7 @@
  * of FST_HEAP_PAGE bytes, and these into spans: a block, free memory that is kept, or free memory
  * that the system has back.
  * Every function may be called by any thread. */
-#ifndef FST_MEMORY_HEAP_H
-#define FST_MEMORY_HEAP_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -49,5 +48,3 @@ fst_heap_counts fst_heap_count(void);
 /* Around a fork. After it, the child has no kept memory of its parent's. */
 void fst_heap_before_fork(void);
 void fst_heap_after_fork(bool in_child);
-
-#endif

@@ -1,7 +1,6 @@
 /* retain.h - memory that torch frees stays with the process: the functions of libc10 that take and
  * free memory get large blocks from the heap of heap.h. */
-#ifndef FST_MEMORY_RETAIN_H
-#define FST_MEMORY_RETAIN_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -31,5 +30,3 @@ fst_retain_counts fst_retain_count(void);
 
 /* The allocator in place of glibc's, by the file that it is in; NULL: it is glibc's. */
 const char *fst_retain_stranger(void);
-
-#endif

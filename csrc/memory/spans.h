@@ -1,6 +1,5 @@
 /* spans.h - free spans of pages by size and by age, for heap.c only. */
-#ifndef FST_MEMORY_SPANS_H
-#define FST_MEMORY_SPANS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -44,5 +43,3 @@ void fst_spans_remove(fst_spans *spans, uint32_t page);
 
 /* A span of this kind with at least so many pages, nearly the smallest; 0 if there is none. */
 uint32_t fst_spans_find(const fst_spans *spans, uint32_t pages, fst_span_kind kind);
-
-#endif

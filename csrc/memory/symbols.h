@@ -1,6 +1,5 @@
 /* symbols.h - the words in which a loaded library keeps the addresses of functions it calls. */
-#ifndef FST_MEMORY_SYMBOLS_H
-#define FST_MEMORY_SYMBOLS_H
+#pragma once
 
 #include <stddef.h>
 
@@ -17,5 +16,3 @@ size_t fst_symbol_slots(const char *library, const void *inside, const char *sym
 
 /* Writes a function's address to the word. Returns 0, or the system's errno. */
 int fst_symbol_set(const fst_symbol_slot *slot, void *function);
-
-#endif

@@ -121,27 +121,26 @@ PyObject *fst_py_use_records(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* use_callbacks(address) */
+/* Sets a function of libtorch by its address. */
+static PyObject *use_function(_Bool (**function)(void), PyObject *address)
+{
+    const unsigned long long found = PyLong_AsUnsignedLongLong(address);
+    if (found == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    *function = (_Bool (*)(void))(uintptr_t)found;
+    return Py_NewRef(Py_None);
+}
+
 PyObject *fst_py_use_callbacks(PyObject *module, PyObject *address)
 {
-    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
-    if (function == (unsigned long long)-1 && PyErr_Occurred())
-        return NULL;
-    fst_module_state(module)->has_callbacks = (_Bool (*)(void))(uintptr_t)function;
-    return Py_NewRef(Py_None);
+    return use_function(&fst_module_state(module)->has_callbacks, address);
 }
 
-/* use_modes(address) */
 PyObject *fst_py_use_modes(PyObject *module, PyObject *address)
 {
-    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
-    if (function == (unsigned long long)-1 && PyErr_Occurred())
-        return NULL;
-    fst_module_state(module)->tensors.has_modes = (_Bool (*)(void))(uintptr_t)function;
-    return Py_NewRef(Py_None);
+    return use_function(&fst_module_state(module)->tensors.has_modes, address);
 }
 
-/* use_dtensors(type, local, spec) */
 PyObject *fst_py_use_dtensors(PyObject *module, PyObject *args)
 {
     PyObject *type, *local, *spec;
@@ -157,7 +156,6 @@ PyObject *fst_py_use_dtensors(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* use_streams(function) */
 PyObject *fst_py_use_streams(PyObject *module, PyObject *function)
 {
     fst_tensors *tensors = &fst_module_state(module)->tensors;

@@ -1,6 +1,5 @@
 /* module.h - the state of the extension module, and the functions and types that it offers. */
-#ifndef FST_PY_MODULE_H
-#define FST_PY_MODULE_H
+#pragma once
 
 #include "gpu/tables.h"
 #include "py/torch/tensor_record.h"
@@ -65,5 +64,3 @@ extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec;
 
 /* The types Slots (slots_object.c), Gather and Batch (gather.c), and Arena (arena_object.c). */
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_batch_spec, fst_arena_spec;
-
-#endif

@@ -3,8 +3,7 @@
  *
  * A row is read in strips. Of a strip every lane takes the elements with its number, modulo
  * FST_LOSS_LANES, in turn; the lanes are folded in halves, and the strips added in double. */
-#ifndef FST_RULES_CROSS_ENTROPY_H
-#define FST_RULES_CROSS_ENTROPY_H
+#pragma once
 
 #include "base/dtype.h"
 #include "rules/softmax.h"
@@ -113,5 +112,3 @@ FST_FN fst_loss_found fst_loss_finish(const fst_loss_row *row, const fst_loss_ta
     }
     return found;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* loss_scale.h - the dynamic loss scale of mixed precision training (Micikevicius et al. 2018,
  * arXiv:1710.03740), as torch.amp.GradScaler updates it, with bounds and hysteresis on top. */
-#ifndef FST_RULES_LOSS_SCALE_H
-#define FST_RULES_LOSS_SCALE_H
+#pragma once
 
 #include "base/portable.h"
 
@@ -37,5 +36,3 @@ FST_FN double fst_clip_coefficient(double norm, double max_norm)
     const double coefficient = max_norm / (norm + 1e-6);
     return coefficient > 1.0 ? 1.0 : coefficient;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* numbers.h - what a tensor has beside its step count: see numbers.def. */
-#ifndef FST_RULES_NUMBERS_H
-#define FST_RULES_NUMBERS_H
+#pragma once
 
 #include "base/dtype.h"
 #include "base/portable.h"
@@ -26,5 +25,3 @@ FST_FN double fst_number_rounded(double value, int32_t dtype)
            : dtype == FST_BF16 ? (double)fst_bf16_to_f32(fst_f32_to_bf16((float)narrow))
                                : (double)fst_f16_to_f32(fst_f32_to_f16((float)narrow));
 }
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Resizing is bilinear as torch.nn.functional.interpolate(mode="bilinear", align_corners=False),
  * with antialias=True or without: the same positions, also computed in fp32. */
-#ifndef FST_RULES_PIXELS_H
-#define FST_RULES_PIXELS_H
+#pragma once
 
 #include "base/image_sample.h"
 #include "base/portable.h"
@@ -137,5 +136,3 @@ FST_FN float fst_image_affine(float x, float scale, float bias)
 {
     return scale * x + bias;
 }
-
-#endif

@@ -9,8 +9,7 @@
  * The kernels have quick ways for roots and quotients, and must notice where these are not sure
  * (cuda/quick_math.h). So FST_SQRT and FST_DIVIDE reach p by sums and products alone. What
  * FST_DESCEND returns is the new p, and its x is 0 if g and the first state, as it is then, are. */
-#ifndef FST_RULES_RULES_H
-#define FST_RULES_RULES_H
+#pragma once
 
 #include "base/portable.h"
 #include "rules/numbers.h"
@@ -112,5 +111,3 @@ typedef struct {
     fst_rule rule;
     int wide; /* computed in double, for fp64 parameters */
 } fst_update_args;
-
-#endif

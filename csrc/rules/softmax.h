@@ -1,6 +1,5 @@
 /* softmax.h - the exponential of a softmax, the same operations on every backend. */
-#ifndef FST_RULES_SOFTMAX_H
-#define FST_RULES_SOFTMAX_H
+#pragma once
 
 #include "base/portable.h"
 
@@ -22,5 +21,3 @@ FST_FN float fst_softmax_exp(float x)
     /* the power of two: 127 plus the whole number as an exponent; -127 gives 0 */
     return sum * fst_f32_of_bits((fst_bits_of_f32(shifted) + 127u) << 23);
 }
-
-#endif

@@ -5,8 +5,7 @@
  * chunks' results are reduced by the same tree, in the order of the chunk list. Lanes without an
  * element hold the neutral element, so leaving out folds over them changes no bit. A warp of a
  * GPU holds 8 lanes per thread, which suits 16-byte loads of any dtype. */
-#ifndef FST_RULES_TREE_H
-#define FST_RULES_TREE_H
+#pragma once
 
 #include "base/portable.h"
 
@@ -46,5 +45,3 @@ FST_FN double fst_tree_join(double a, double b, fst_norm_kind norm)
            : norm == FST_NORM_MIN ? fst_tree_min(a, b)
                                   : a + b;
 }
-
-#endif

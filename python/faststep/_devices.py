@@ -14,18 +14,6 @@ from torch import Tensor
 
 from . import _C
 
-__all__ = [
-    "HOST",
-    "HOST_ONLY",
-    "Scalars",
-    "agree",
-    "devices_of",
-    "has_kernels_for",
-    "new_scalar",
-    "on_device",
-    "ordinal_of",
-]
-
 HOST = -1
 HOST_ONLY = (HOST,)
 

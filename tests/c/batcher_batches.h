@@ -1,6 +1,5 @@
 /* batcher_batches.h - a table of two fields, and batches of its rows. */
-#ifndef FST_TEST_BATCHER_BATCHES_H
-#define FST_TEST_BATCHER_BATCHES_H
+#pragma once
 
 #include "common.h"
 #include "io/batcher.h"
@@ -68,5 +67,3 @@ static inline size_t take(fst_batcher *batcher, fst_batch *batch, fst_slot **slo
         CHECK_INT(fst_batcher_wait(batcher, batch, 1, &done, &status), FST_OK);
     return fst_batcher_take(batcher, batch, slots);
 }
-
-#endif

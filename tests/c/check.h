@@ -1,7 +1,6 @@
 /* check.h - counts what was checked, says where a check failed, and goes on to the next one; in any
  * thread. A test program ends with `return check_report();`. */
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 
 #include <inttypes.h>
 #include <math.h>
@@ -70,5 +69,3 @@ static inline int check_report(void)
     fprintf(stderr, "%ld checks, %ld failed\n", checks_made, checks_failed);
     return checks_failed > 0 || checks_made == 0;
 }
-
-#endif

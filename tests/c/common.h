@@ -1,7 +1,6 @@
 /* common.h - what several test programs need: random numbers, arrays of any type and layout whose
  * elements are read and written one at a time, and the levels that this CPU runs. */
-#ifndef COMMON_H
-#define COMMON_H
+#pragma once
 
 #include <stdlib.h>
 
@@ -260,5 +259,3 @@ static inline size_t supported_levels(const fst_cpu_kernels *levels[MAX_LEVELS])
         return "allocator_may_return_null=1";                                                 \
     }
 #define MALLOC_MAY_FAIL MALLOC_OF(asan) MALLOC_OF(tsan)
-
-#endif

@@ -1,7 +1,6 @@
 /* gpu_child.h - runs a part of a test in a process of its own: the driver is opened once in each.
  */
-#ifndef GPU_CHILD_H
-#define GPU_CHILD_H
+#pragma once
 
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -24,5 +23,3 @@ static inline void in_child(void (*part)(void *), void *argument, const char *wh
     if (!CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0))
         fprintf(stderr, "    in a child: %s\n", what);
 }
-
-#endif

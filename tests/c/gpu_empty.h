@@ -1,6 +1,5 @@
 /* gpu_empty.h - a fatbin that is whole, and kernels for the fake driver that do nothing. */
-#ifndef GPU_EMPTY_H
-#define GPU_EMPTY_H
+#pragma once
 
 #include "base/device.h"
 #include "base/image_sample.h"
@@ -23,5 +22,3 @@ static const fake_cuda_kernel kernels[] = {
 };
 
 enum { KERNELS = sizeof kernels / sizeof kernels[0] };
-
-#endif

@@ -1,12 +1,10 @@
 /* gpu_expect.h - kernels for the fake device that look whether the tables they run with are those
  * of their step. A step is known by its tag, which travels in a number that its kernels do not
  * need. */
-#ifndef GPU_EXPECT_H
-#define GPU_EXPECT_H
+#pragma once
 
 #include "common.h"
 #include "fake_cuda.h"
-#include "gpu/image_launch.h"
 #include "gpu/launch.h"
 
 enum { MAX_TAGS = 1 << 16 };
@@ -265,5 +263,3 @@ static inline void use_test_kernels(void)
     fake_cuda_use(test_kernels, sizeof test_kernels / sizeof test_kernels[0]);
     fst_gpu_kernels_in_memory(fake_fatbin, sizeof fake_fatbin);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* gpu_model.h - a list of tensors on the fake device that is stepped again and again. */
-#ifndef GPU_MODEL_H
-#define GPU_MODEL_H
+#pragma once
 
 #include "core/plan.h"
 #include "gpu_expect.h"
@@ -167,5 +166,3 @@ static inline void nothing_lives(void)
     CHECK_INT((int64_t)living.pinned, 0);
     CHECK_INT((int64_t)living.events, 0);
 }
-
-#endif

@@ -5,8 +5,7 @@
  * sqrt that gives exactly what fp32 arithmetic gives, since a double has more than twice the bits
  * of a float and two to spare (Figueroa 1995): results are expected to be equal, not merely close.
  */
-#ifndef REFERENCE_H
-#define REFERENCE_H
+#pragma once
 
 #include "common.h"
 #include "core/rule_args.h"
@@ -128,5 +127,3 @@ static inline double expected_term(const fst_operand *op, int64_t i, fst_norm_ki
         return fabs(x);
     }
 }
-
-#endif

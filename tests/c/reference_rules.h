@@ -1,7 +1,6 @@
 /* reference_rules.h - what each rule makes of one element; included by reference.h, which
  * says how it rounds. */
-#ifndef REFERENCE_RULES_H
-#define REFERENCE_RULES_H
+#pragma once
 
 static inline double expected_adam(const update_case *c, double p, double g, double *s)
 {
@@ -207,5 +206,3 @@ static inline double expected_rule(const update_case *c, double p, double g, dou
     }
     return (double)NAN;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* bugs.h - what the kernels of bugs.cu are launched with. */
-#ifndef TEST_CUDA_BUGS_H
-#define TEST_CUDA_BUGS_H
+#pragma once
 
 #include "base/device.h"
 
@@ -14,5 +13,3 @@ typedef struct {
     double values[FST_DEVICE_BLOCK];
     int last;
 } bug_shared;
-
-#endif

@@ -1,6 +1,5 @@
 /* child.h - runs this program again with other arguments, to see how it ends. */
-#ifndef TEST_CUDA_CHILD_H
-#define TEST_CUDA_CHILD_H
+#pragma once
 
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -23,5 +22,3 @@ static inline int status_of_child(const char *program, const char *first, const 
         return -1;
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
-
-#endif

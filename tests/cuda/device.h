@@ -1,7 +1,6 @@
 /* device.h - a plan's tables as a device would have them, in the host's memory: every table ends
  * where its memory ends, and what a kernel has to write starts as NaN. */
-#ifndef TEST_CUDA_DEVICE_H
-#define TEST_CUDA_DEVICE_H
+#pragma once
 
 #include "base/device.h"
 #include "common.h"
@@ -119,5 +118,3 @@ static inline void device_launch(const device *d, const char *name, unsigned gri
     if (d)
         CHECK(d->outcome->ticket == 0 && d->outcome->seen == 0);
 }
-
-#endif

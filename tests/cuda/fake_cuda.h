@@ -4,8 +4,7 @@
  * the order of the stream and of the events between streams only, so that a wait that is missing
  * and a pinned slot that is used again too early are seen. Misuse that the real driver would not
  * report is kept as a complaint. */
-#ifndef FAKE_CUDA_H
-#define FAKE_CUDA_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -91,5 +90,3 @@ int fake_cuda_mode(void);
 
 /* The first complaint since the last call, or NULL. */
 const char *fake_cuda_complaint(void);
-
-#endif

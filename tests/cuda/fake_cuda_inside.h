@@ -1,8 +1,7 @@
 /* fake_cuda_inside.h - what the files of the fake library share. All of it is under one lock, which
  * each function of fake_cuda.h takes that reads or changes what entry points change: threads of a
  * test may be in the driver while another asks. */
-#ifndef FAKE_CUDA_INSIDE_H
-#define FAKE_CUDA_INSIDE_H
+#pragma once
 
 #include "fake_cuda.h"
 
@@ -158,5 +157,3 @@ extern size_t fake_objects; /* that live */
 extern __thread int fake_dropping;
 int fake_capturing(void); /* whether any stream is captured */
 int fake_running(void);   /* the device whose kernel runs, or -1 */
-
-#endif

@@ -1,6 +1,5 @@
 /* models.h - parameters of all kinds to step. */
-#ifndef TEST_CUDA_MODELS_H
-#define TEST_CUDA_MODELS_H
+#pragma once
 
 #include "step.h"
 
@@ -123,5 +122,3 @@ static inline model *new_model(fst_rule rule)
     }
     return m;
 }
-
-#endif

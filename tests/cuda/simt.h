@@ -1,7 +1,6 @@
 /* simt.h - kernels without a GPU: the words of CUDA C for a C compiler. A kernel becomes a function
  * and an entry in a table; a runner, simt_fibers.c or simt_threads.c, calls it for every thread. */
-#ifndef SIMT_H
-#define SIMT_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -68,6 +67,4 @@ uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value);
     static const simt_kernel *const name##_place __attribute__((used, section("simt_kernels"))) = \
         &name##_entry;                                                                            \
     static void name(const launch_type launch)
-#endif
-
 #endif

@@ -1,6 +1,5 @@
 /* simt_common.h - what both runners do alike. */
-#ifndef SIMT_COMMON_H
-#define SIMT_COMMON_H
+#pragma once
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -73,5 +72,3 @@ static int simt_start(const simt_kernel *kernel, unsigned grid, unsigned block)
     simt_complain("%s: %u blocks of %u threads", kernel->name, grid, block);
     return -1;
 }
-
-#endif

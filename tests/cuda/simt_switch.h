@@ -1,8 +1,7 @@
 /* simt_switch.h - one thread of the system, many stacks. swapcontext() enters the kernel at every
  * switch to keep the signal mask, which takes a hundred times as long: the few instructions that
  * are needed are written out for x86-64. */
-#ifndef SIMT_SWITCH_H
-#define SIMT_SWITCH_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -55,5 +54,4 @@ static void simt_context_make(simt_context *context, char *stack, size_t size, v
     makecontext(&context->context, entry, 0);
 }
 
-#endif
 #endif

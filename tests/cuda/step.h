@@ -1,7 +1,6 @@
 /* step.h - optimizer steps by the kernels, and by the CPU as csrc/py does them, on copies of the
  * same parameters. */
-#ifndef TEST_CUDA_STEP_H
-#define TEST_CUDA_STEP_H
+#pragma once
 
 #include "core/rule_args.h"
 #include "core/passes.h"
@@ -268,5 +267,3 @@ static inline int same_step(const model *a, const outcome *x, const model *b, co
         same = same && same_memory(a->arrays[i], b->arrays[i]);
     return same;
 }
-
-#endif

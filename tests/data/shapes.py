@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["SHAPES"]
-
 Point = namedtuple("Point", ["x", "y"])
 
 

@@ -30,8 +30,6 @@ from torch.utils.data import Dataset, TensorDataset
 from faststep.data import DataLoader
 from faststep.data.formats import HDF5Dataset, ImageFolder
 
-__all__ = ["PATHS", "Usage", "epochs", "grown", "main", "usage"]
-
 BATCH = 8
 BATCHES = 6  # per epoch
 WARM = 15  # epochs at least

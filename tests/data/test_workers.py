@@ -109,10 +109,6 @@ def counts(loader: DataLoader[Any]) -> dict[str, int]:
     return found
 
 
-def as_is(samples: list[Any]) -> Any:
-    return samples
-
-
 def nested(samples: list[Any]) -> Any:
     """default_collate inside, views, one tensor twice, and an object of the user."""
     batch = default_collate(samples)

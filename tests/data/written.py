@@ -13,8 +13,6 @@ import torch
 
 from . import test_formats_archives, test_formats_tfrecord
 
-__all__ = ["FIELDS", "WRITERS", "rows"]
-
 
 def rows(count: int, kind: Any = np.int64, first: int = 0) -> Any:
     return np.arange(first, first + count * 2).reshape(count, 2).astype(kind)

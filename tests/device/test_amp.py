@@ -35,11 +35,6 @@ def twins(pair: Twins, make: Any, **kwargs: Any) -> Any:
     return (a, scaler_on(None, **options)), (b, scaler_on(pair.devices[0].index, **options))
 
 
-def assert_same_scalers(a: Any, b: Any) -> None:
-    assert same_bits(a._scale, fake.plain(b._scale))
-    assert same_bits(a._growth_tracker, fake.plain(b._growth_tracker))
-
-
 def test_unscale_on_several_devices() -> None:
     pair = Twins(
         [values((50,), i, torch.float32) for i in range(3)], ["cuda:0", "cuda:1", "cuda:0"]

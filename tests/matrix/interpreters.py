@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["find"]
-
 OLDEST, NEWEST = 10, 20
 PROBE = (
     "import json, platform, sys, sysconfig, venv; print(json.dumps(["

@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["build"]
-
 # What the runtime library answers while torch is imported: a handle, no error so far, a text.
 ANSWERS = {
     "__cudaRegisterFatBinary": "static void *handle; return &handle;",

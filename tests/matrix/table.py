@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Row", "update"]
-
 BEGIN, END = "<!-- begin: written by make matrix -->", "<!-- end -->"
 HEAD = """| torch | CPython | tested on | passed | failed | skipped | remarks |
 |---|---|---|---|---|---|---|"""

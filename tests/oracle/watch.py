@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Library", "Watch"]
-
 # What the rounding of fused kernels may change.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2, "float64": 1e-6, "complex64": 1e-4}
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Twins", "backward", "fully_sharded", "local", "locals_of", "net", "whole"]
-
 
 def net(seed: int = 3) -> nn.Sequential:
     """Rows that 2 ranks or 4 cannot share evenly: 5, 3, and 1, of which most ranks have none."""

@@ -138,3 +138,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def _other(module: Any, name: str, params: Any) -> Any:
     return getattr(module, name)(params, **OTHERS[name])
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """What a call raises, in words."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -20,6 +20,7 @@ from .common import (
     SHAPES,
     Given,
     differences,
+    error_of,
     grads_for,
     mean_of,
     optimizer_of,
@@ -79,10 +80,10 @@ def _saved(rank: int, world: int, name: str) -> dict[str, Any]:
     saved = sharded.state_dict()
     if rank:
         said["elsewhere"] = saved["state"]
-        said["own"] = _error(lambda: sharded.load_state_dict(saved))
+        said["own"] = error_of(lambda: sharded.load_state_dict(saved))
     else:
         said["wrong"] += _unlike(saved, reference.state_dict())
-        said["own"] = _error(lambda: sharded.load_state_dict(saved))
+        said["own"] = error_of(lambda: sharded.load_state_dict(saved))
         file = io.BytesIO()
         torch.save(saved, file)
         file.seek(0)
@@ -114,14 +115,6 @@ def _saved(rank: int, world: int, name: str) -> dict[str, Any]:
         ]
         said["wrong"] += states_differ(ours, theirs)
     return said
-
-
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 @pytest.mark.parametrize("name", NAMES)

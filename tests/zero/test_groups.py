@@ -16,6 +16,7 @@ from faststep import zero
 from ranks import Job
 
 from .beside_ddp import Run, Table, whole
+from .common import error_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -271,14 +272,6 @@ def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
         TABLE.check(said, name)
 
 
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _refused(rank: int, world: int) -> dict[str, Any]:
     said: dict[str, Any] = {}
 
@@ -289,19 +282,19 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
 
     model, optimizer = fresh()
     group = {"params": [model.head.weight]}
-    said["twice"] = _error(lambda: optimizer.add_param_group(group))
+    said["twice"] = error_of(lambda: optimizer.add_param_group(group))
     plain = _adam(model.head.parameters())
-    said["twice by torch"] = _error(lambda: plain.add_param_group({**group}))
+    said["twice by torch"] = error_of(lambda: plain.add_param_group({**group}))
     other = nn.Parameter(torch.ones(3))
-    said["not in the model"] = _error(lambda: optimizer.add_param_group({"params": [other]}))
+    said["not in the model"] = error_of(lambda: optimizer.add_param_group({"params": [other]}))
     model.blocks[0].requires_grad_(rank == 0)
     more = {"params": list(model.blocks[0].parameters())}
-    said["differ"] = _error(lambda: optimizer.add_param_group(more if rank == 0 else {**more}))
+    said["differ"] = error_of(lambda: optimizer.add_param_group(more if rank == 0 else {**more}))
     said["groups"] = len(optimizer.param_groups)
     model, optimizer = fresh()
     optimizer.param_groups[0]["params"].extend(model.blocks[0].parameters())
     model.blocks[0].requires_grad_(rank == 0)
-    said["unfrozen on one"] = _error(lambda: model(torch.ones(2, 40)).sum().backward())
+    said["unfrozen on one"] = error_of(lambda: model(torch.ones(2, 40)).sum().backward())
     return said
 
 

@@ -17,7 +17,7 @@ import faststep
 from faststep import zero
 from ranks import Job
 
-from .common import differences
+from .common import differences, error_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -72,14 +72,6 @@ def test_uneven_inputs_have_the_bits_of_ddp(ranks: Ranks) -> None:
         assert said == {"plain": [], "stage 1": [], "forward": [], "wrapped": []}
 
 
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _refused(rank: int, world: int) -> dict[str, str]:
     said = {}
     model = _model()
@@ -87,24 +79,24 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     with contextlib.suppress(ZeroDivisionError), Join([optimizer]):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-        said["bare step"] = _error(optimizer.step)
+        said["bare step"] = error_of(optimizer.step)
         optimizer.zero_grad()
         _loss(model, rank, 0).backward()
-        said["clip"] = _error(lambda: optimizer.clip_grad_norm_(1.0))
+        said["clip"] = error_of(lambda: optimizer.clip_grad_norm_(1.0))
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
-        said["scaler"] = _error(lambda: scaler.step(optimizer))
-        said["unscale"] = _error(lambda: scaler.unscale_(optimizer))
-        said["second"] = _error(lambda: _loss(model, rank, 1).backward())
+        said["scaler"] = error_of(lambda: scaler.step(optimizer))
+        said["unscale"] = error_of(lambda: scaler.unscale_(optimizer))
+        said["second"] = error_of(lambda: _loss(model, rank, 1).backward())
         raise ZeroDivisionError  # leave without waiting for the others
     wrapper = DistributedDataParallel(_model())
     second = zero.shard(wrapper, faststep.optim.SGD(wrapper.parameters(), lr=0.1))
     with contextlib.suppress(ZeroDivisionError), Join([second, wrapper]):
-        said["order"] = _error(lambda: _loss(wrapper, rank, 1).backward())
+        said["order"] = error_of(lambda: _loss(wrapper, rank, 1).backward())
         raise ZeroDivisionError
     third = _model()
     whole = zero.shard(third, faststep.optim.SGD(third.parameters(), lr=0.1), stage=3)
-    said["stage 3"] = _error(lambda: Join([whole]))
+    said["stage 3"] = error_of(lambda: Join([whole]))
     again = _model()
     early = zero.shard(again, faststep.optim.SGD(again.parameters(), lr=0.1))
 
@@ -115,7 +107,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
                 early.step()
                 early.zero_grad()
 
-    said["early"] = _error(ends_early)
+    said["early"] = error_of(ends_early)
     return said
 
 

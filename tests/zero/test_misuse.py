@@ -19,18 +19,10 @@ import faststep
 from faststep import zero
 from ranks import Job
 
-from .common import Given, differences, grads_for
+from .common import Given, differences, error_of, grads_for
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
-
-
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _is_freed() -> bool:
@@ -45,7 +37,7 @@ def _is_freed() -> bool:
     left = model.p0.grad
     del model, optimizer
     gc.collect()
-    said = _error(left.zero_)
+    said = error_of(left.zero_)
     return all(one() is None for one in gone) and "the optimizer that had this" in said
 
 
@@ -59,24 +51,24 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     grads = grads_for(model, rank)
     model(grads).backward()
     said["repr"] = repr(params[0].grad)
-    said["first"] = _error(first.step)
-    said["pickle"] = _error(lambda: __import__("pickle").dumps(optimizer))
-    said["twice"] = _error(lambda: zero.shard(model, optimizer))
-    said["kind"] = _error(lambda: zero.shard(model, torch.optim.Adafactor(params)))
-    said["stage"] = _error(lambda: zero.shard(model, first, stage=4))  # type: ignore[arg-type]
-    said["strange"] = _error(lambda: zero.shard(nn.Linear(1, 1), first))
+    said["first"] = error_of(first.step)
+    said["pickle"] = error_of(lambda: __import__("pickle").dumps(optimizer))
+    said["twice"] = error_of(lambda: zero.shard(model, optimizer))
+    said["kind"] = error_of(lambda: zero.shard(model, torch.optim.Adafactor(params)))
+    said["stage"] = error_of(lambda: zero.shard(model, first, stage=4))  # type: ignore[arg-type]
+    said["strange"] = error_of(lambda: zero.shard(nn.Linear(1, 1), first))
     wrapper = DistributedDataParallel(nn.Linear(1, 1))
     wrapper.register_comm_hook(None, lambda _, bucket: bucket)
-    said["hook"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
+    said["hook"] = error_of(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
     said["unchanged"] = differences(before, model.parameters())
     optimizer.zero_grad()
-    said["no gradient"] = _error(optimizer.step)
+    said["no gradient"] = error_of(optimizer.step)
     said["alive"] = _is_freed()
-    said["several"] = _error(
+    said["several"] = error_of(
         lambda: faststep.accumulate([optimizer, torch.optim.SGD([torch.ones(1)])], 2)
     )
-    said["sums"] = _error(lambda: faststep.accumulate(optimizer, 2, dtype=torch.float32))
-    said["release"] = _error(lambda: faststep.release_gradients(optimizer))
+    said["sums"] = error_of(lambda: faststep.accumulate(optimizer, 2, dtype=torch.float32))
+    said["release"] = error_of(lambda: faststep.release_gradients(optimizer))
     return said
 
 
@@ -125,7 +117,7 @@ def _mismatched(rank: int, world: int) -> dict[str, str]:
         if rank == 1 and what == "version":
             building._version = lambda: "9.9"
         kind = torch.optim.Adam if rank == 1 and what == "optimizer" else torch.optim.AdamW
-        said[what] = _error(lambda m=model, k=kind, p=params: zero.shard(m, k(p)))
+        said[what] = error_of(lambda m=model, k=kind, p=params: zero.shard(m, k(p)))
         building._version = kept
     return said
 
@@ -218,12 +210,12 @@ def _dropped(rank: int, world: int) -> dict[str, Any]:
     if rank == 0:
         model.p1.grad = None
     said: dict[str, Any] = {
-        "step": _error(optimizer.step),
-        "clip": _error(lambda: optimizer.clip_grad_norm_(1.0)),
+        "step": error_of(optimizer.step),
+        "clip": error_of(lambda: optimizer.clip_grad_norm_(1.0)),
     }
     said["same"] = all(map(torch.equal, before, model.parameters()))
     model.p1.grad = None
-    said["alike"] = _error(optimizer.step)
+    said["alike"] = error_of(optimizer.step)
     said["moved"] = [
         not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
     ]
@@ -248,20 +240,20 @@ def _stage_three(rank: int, world: int) -> dict[str, Any]:
         for number, layer in enumerate(layers):
             for param in layer.parameters():
                 param.grad = torch.ones_like(param) if number == rank else None
-    said: dict[str, Any] = {"differ": _error(optimizer.step)}
+    said: dict[str, Any] = {"differ": error_of(optimizer.step)}
     said["same"] = all(map(torch.equal, before, (p.to_local() for p in layers.parameters())))
     for layer in layers:
         for param in layer.parameters():
             param.grad = torch.ones_like(param)
-    said["alike"] = _error(optimizer.step)
+    said["alike"] = error_of(optimizer.step)
     (first,) = optimizer.param_groups
     if rank == 0:
         more = {**first, "params": [first["params"].pop()]}
         optimizer.param_groups = [first, more]
-    said["groups"] = _error(optimizer.step)
+    said["groups"] = error_of(optimizer.step)
     empty = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))])
     given = torch.optim.SGD(empty.parameters(), lr=0.1)
-    said["empty"] = _error(lambda: zero.shard(empty, given, stage=3, blocks=[]))
+    said["empty"] = error_of(lambda: zero.shard(empty, given, stage=3, blocks=[]))
     return said
 
 

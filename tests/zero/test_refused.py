@@ -17,19 +17,11 @@ import faststep
 from faststep import zero
 from ranks import Job
 
-from .common import Given, differences, grads_for
+from .common import Given, differences, error_of, grads_for
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 SHAPES = [(300, 70), (70,), (5, 5)]
-
-
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _again(rank: int, world: int) -> dict[str, Any]:
@@ -39,9 +31,11 @@ def _again(rank: int, world: int) -> dict[str, Any]:
     first = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=1.0))
     second = torch.optim.SGD([model.p1, model.p2], lr=1.0)
     where = [p.data_ptr() for p in model.parameters()]
-    said["again"] = _error(lambda: zero.shard(model, second))
-    said["at stage 3"] = _error(lambda: zero.shard(model, second, stage=3))
-    said["wrapped"] = _error(lambda: zero.shard(nn.parallel.DistributedDataParallel(model), second))
+    said["again"] = error_of(lambda: zero.shard(model, second))
+    said["at stage 3"] = error_of(lambda: zero.shard(model, second, stage=3))
+    said["wrapped"] = error_of(
+        lambda: zero.shard(nn.parallel.DistributedDataParallel(model), second)
+    )
     said["moved"] = where != [p.data_ptr() for p in model.parameters()]
     before = [p.detach().clone() for p in model.parameters()]
     model(grads_for(model, 1)).backward()
@@ -53,10 +47,10 @@ def _again(rank: int, world: int) -> dict[str, Any]:
     del first
     gc.collect()
     third = torch.optim.SGD(model.parameters(), lr=1.0)
-    said["on one rank"] = _error(lambda: zero.shard(model, third))
+    said["on one rank"] = error_of(lambda: zero.shard(model, third))
     del kept
     gc.collect()
-    said["later"] = _error(lambda: zero.shard(model, third))
+    said["later"] = error_of(lambda: zero.shard(model, third))
     return said
 
 
@@ -93,7 +87,7 @@ def _blocks(rank: int, world: int) -> dict[str, Any]:
 
     def sharded(*blocks: Any, at: Any = model) -> str:
         optimizer = torch.optim.SGD(at.parameters(), lr=0.1)
-        text = _error(lambda: zero.shard(at, optimizer, stage=3, blocks=blocks))
+        text = error_of(lambda: zero.shard(at, optimizer, stage=3, blocks=blocks))
         assert optimizer.state_dict()["param_groups"], "it was replaced"
         assert not any(isinstance(param, DTensor) for param in at.parameters())
         return text
@@ -116,11 +110,11 @@ def _blocks(rank: int, world: int) -> dict[str, Any]:
     said["found"] = sum(isinstance(one, FSDPModule) for one in model.modules())
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     for stage in (2, 3):
-        said[f"again at {stage}"] = _error(lambda s=stage: zero.shard(model, other, stage=s))
+        said[f"again at {stage}"] = error_of(lambda s=stage: zero.shard(model, other, stage=s))
     nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     outer, inner = nested[0], nested[0][0]
     one = torch.optim.SGD(nested.parameters(), lr=0.1)
-    said["outer first"] = _error(lambda: zero.shard(nested, one, stage=3, blocks=[outer, inner]))
+    said["outer first"] = error_of(lambda: zero.shard(nested, one, stage=3, blocks=[outer, inner]))
     nested(torch.ones(1, 4)).sum().backward()
     return said
 
@@ -174,7 +168,7 @@ def _buffers(rank: int, world: int) -> dict[str, Any]:
         }
         del kept
     odd = _Buffers(0, 3 + rank)
-    found["odd"] = _error(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters())))
+    found["odd"] = error_of(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters())))
     return found
 
 
@@ -194,7 +188,7 @@ def _placeholder(rank: int, world: int) -> list[str]:
     alive = repr(grad)
     del optimizer
     gc.collect()
-    return [alive, repr(grad), str(grad), _error(grad.norm), repr(grad.detach())]
+    return [alive, repr(grad), str(grad), error_of(grad.norm), repr(grad.detach())]
 
 
 def test_a_placeholder_can_always_be_printed(ranks: Ranks) -> None:

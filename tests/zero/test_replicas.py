@@ -13,18 +13,10 @@ import faststep
 from faststep import zero
 from ranks import Job
 
-from .common import SHAPES, Given, differences, grads_for, mean_of, states_differ
+from .common import SHAPES, Given, differences, error_of, grads_for, mean_of, states_differ
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
-
-
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _set_means(model: Given, whole: Given, world: int, scale: float, *seeds: int) -> None:
@@ -78,19 +70,19 @@ def _replicated(rank: int, world: int) -> dict[str, Any]:
     loaded = zero.shard(fresh, torch.optim.AdamW(fresh.parameters(), lr=0.01), **groups)
     loaded.load_state_dict(sent[0])
     said["wrong"] += states_differ(loaded, reference)
-    said["one group"] = _error(
+    said["one group"] = error_of(
         lambda: zero.shard(
             fresh, torch.optim.SGD(fresh.parameters()),
             process_group=inside[rank // 2], replicate_group=inside[rank // 2],
         )
     )  # fmt: skip
-    said["alone"] = _error(
+    said["alone"] = error_of(
         lambda: zero.shard(
             fresh, torch.optim.SGD(fresh.parameters()), replicate_group=across[rank % 2]
         )
     )
     odd = Given([(3, 4), (6,) if rank == 2 else (5,)], [torch.float32])
-    said["differ"] = _error(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters()), **groups))
+    said["differ"] = error_of(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters()), **groups))
     return said
 
 

@@ -18,6 +18,7 @@ from faststep import zero
 from ranks import Job
 
 from .beside_ddp import RANKS
+from .common import error_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -117,14 +118,6 @@ def _sharded(rank: int, stage: Any, how: str) -> list[Tensor]:
     return [value.detach() for value in values]
 
 
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 STAGES = (1, 2, "wrapped", 3)
 HOWS = ("plain", "reentrant", "not reentrant", "no_sync", "skipped", "unfrozen", "compiled")
 
@@ -168,21 +161,21 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
     def sharded(model: nn.Module, stage: Any) -> str:
         made = torch.optim.SGD(model.parameters(), lr=0.1)
-        return _error(lambda: zero.shard(model, made, stage=stage))
+        return error_of(lambda: zero.shard(model, made, stage=stage))
 
     for stage in (1, 2, 3):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
         made = torch.optim.SGD(model[0].parameters(), lr=0.1)
         optimizer = zero.shard(model, made, stage=stage)  # type: ignore[arg-type]
         group = {"params": list(model[1].parameters())}
-        said[f"group {stage}"] = _error(lambda o=optimizer, g=group: o.add_param_group(g))  # type: ignore[misc]
+        said[f"group {stage}"] = error_of(lambda o=optimizer, g=group: o.add_param_group(g))  # type: ignore[misc]
         last = torch.optim.SGD(model[2].parameters(), lr=0.1)
         second = zero.shard(model, last, stage=stage)  # type: ignore[arg-type]
-        said[f"taken {stage}"] = _error(lambda o=second, g=group: o.add_param_group(g))  # type: ignore[misc]
+        said[f"taken {stage}"] = error_of(lambda o=second, g=group: o.add_param_group(g))  # type: ignore[misc]
         if stage < 3:
             optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
             optimizer.param_groups[0]["params"][-1].grad = torch.ones(2)
-            said[f"appended {stage}"] = _error(optimizer.step)
+            said[f"appended {stage}"] = error_of(optimizer.step)
         names = ["x", "y"] if rank == 0 else ["y", "x"]
         other = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
         said[f"modules {stage}"] = sharded(other, stage)

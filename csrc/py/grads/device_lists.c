@@ -131,7 +131,6 @@ PyObject *fst_device_list_finish(fst_device_list *it, int launched, const fst_st
     return done;
 }
 
-/* device_norm(tensors, p, out): see _C.pyi. */
 PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -158,7 +157,6 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(it.list.dtypes);
 }
 
-/* device_unscale(tensors, inv_scale, found_inf, allow_fp16) */
 PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -182,7 +180,6 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
     return fst_device_list_finish(&it, ready, &status);
 }
 
-/* device_clip(tensors, max_norm, norm) */
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -200,7 +197,6 @@ PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
     return fst_device_list_finish(&it, ready, &status);
 }
 
-/* device_clamp(tensors, limit) */
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);

@@ -196,7 +196,6 @@ static PyObject *moved(fst_module *state, grads *g)
     return Py_NewRef(g->asked);
 }
 
-/* unscale_grads(params, factor, allow_fp16): see _C.pyi. */
 PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -265,7 +264,6 @@ static double *take_expected(fst_module *state, grads *g, int *failed)
     return NULL;
 }
 
-/* clip_grads(params, p, max_norm): see _C.pyi. */
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);

@@ -145,7 +145,6 @@ PyObject *fst_py_fusable(PyObject *module, PyObject *args)
     return failed ? NULL : PyBool_FromLong(fusable);
 }
 
-/* measure(tensors, inv_scale): see _C.pyi. */
 PyObject *fst_py_measure(PyObject *module, PyObject *args)
 {
     PyObject *tensors, *result = NULL;
@@ -166,7 +165,6 @@ PyObject *fst_py_measure(PyObject *module, PyObject *args)
     return result;
 }
 
-/* norm(tensors, p): see _C.pyi. */
 PyObject *fst_py_norm(PyObject *module, PyObject *args)
 {
     PyObject *tensors, *result = NULL;

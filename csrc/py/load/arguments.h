@@ -1,6 +1,5 @@
 /* arguments.h - what several functions of the loader take and return. */
-#ifndef FST_PY_LOAD_ARGUMENTS_H
-#define FST_PY_LOAD_ARGUMENTS_H
+#pragma once
 
 #include "py/module.h"
 
@@ -26,5 +25,3 @@ int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
  * over the memory is gone, or at once if this fails. */
 PyObject *fst_export_tensor(const fst_dl_api *api, const fst_dl_tensor *form,
                             void (*end)(void *owner), void *owner);
-
-#endif

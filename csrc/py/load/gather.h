@@ -1,6 +1,5 @@
 /* gather.h - the types Slots and Gather, for the files that implement them. */
-#ifndef FST_PY_LOAD_GATHER_H
-#define FST_PY_LOAD_GATHER_H
+#pragma once
 
 #include "io/batcher.h"
 #include "py/load/arguments.h"
@@ -61,5 +60,3 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
                             PyObject *outputs, Py_ssize_t rows, char **addresses);
 
 void fst_gather_forget(fst_gather_object *self);
-
-#endif

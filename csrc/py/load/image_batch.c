@@ -1,7 +1,6 @@
 /* transform_images and split_channels: read the tensors and run the pass. */
 #include "core/image_pass.h"
-#include "gpu/image_launch.h"
-
+#include "gpu/launch.h"
 #include "py/module.h"
 
 static int refuse(PyObject *type, const char *name, const fst_problem *problem)
@@ -186,7 +185,6 @@ static PyObject *on_device(fst_module *state, PyObject *images, PyObject *buffer
     return Py_NewRef(Py_None);
 }
 
-/* transform_images(images, out, samples, scale, bias, buffer, antialias): see _C.pyi. */
 PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -237,7 +235,6 @@ static int read_bytes(fst_module *state, PyObject *object, const char *name, int
     return 0;
 }
 
-/* split_channels(pixels, out): see _C.pyi. */
 PyObject *fst_py_split_channels(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);

@@ -43,7 +43,6 @@ PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args)
     return Py_BuildValue("nni", found, (Py_ssize_t)at, (int)fault);
 }
 
-/* crc32c(bytes) */
 PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes)
 {
     char *data;

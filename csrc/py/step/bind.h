@@ -1,6 +1,5 @@
 /* bind.h - a bind in progress, shared by bind.c, bound.c and states.c. */
-#ifndef FST_PY_STEP_BIND_H
-#define FST_PY_STEP_BIND_H
+#pragma once
 
 #include "py/step/trace.h"
 #include "py/torch/arrays.h"
@@ -86,5 +85,3 @@ void fst_state_trace(const fst_binding *at, const fst_param *param, unsigned k, 
 /* Lists a state that the step writes. Neighbouring small states share a version counter, which
  * moves once. */
 int fst_state_written(fst_binding *at, PyObject *value, PyObject *whole);
-
-#endif

@@ -1,6 +1,5 @@
 /* param.h - what a step plan remembers of one parameter between steps. */
-#ifndef FST_PY_STEP_PARAM_H
-#define FST_PY_STEP_PARAM_H
+#pragma once
 
 #include "py/torch/tensor.h"
 
@@ -60,5 +59,3 @@ void fst_param_note_state(fst_tensors *tensors, fst_param *param, fst_old_pins *
 /* Prefetches a parameter's records and objects. Between two steps the model evicts them from the
  * cache. */
 void fst_param_fetch(const fst_param *param);
-
-#endif

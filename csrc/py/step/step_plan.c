@@ -173,8 +173,6 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     return run(module, self, options);
 }
 
-/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads,
- * phase) */
 static PyObject *plan_step(PyObject *object, PyObject *args)
 {
     fst_step_plan *self = (fst_step_plan *)object;

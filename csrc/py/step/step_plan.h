@@ -1,6 +1,5 @@
 /* step_plan.h - what an optimizer remembers of its parameters between steps. */
-#ifndef FST_PY_STEP_STEP_PLAN_H
-#define FST_PY_STEP_STEP_PLAN_H
+#pragma once
 
 #include "core/rule_args.h"
 #include "core/plan.h"
@@ -257,5 +256,3 @@ int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lis
 
 /* Forgets the parameters. Their pins go to the old pins. */
 void fst_params_free(fst_step_plan *self);
-
-#endif

@@ -1,6 +1,5 @@
 /* trace.h - what tells that a step is like the one before. */
-#ifndef FST_PY_STEP_TRACE_H
-#define FST_PY_STEP_TRACE_H
+#pragma once
 
 #include "py/step/step_plan.h"
 
@@ -88,5 +87,3 @@ int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_list
 
 /* Moves the version counters of the gradients, where a step that writes them is traced. */
 void fst_trace_move_grads(const fst_record_layout *layout, const fst_step_plan *self);
-
-#endif

@@ -1,7 +1,6 @@
 /* dlpack.h - the part of DLPack 1.3's C exchange API (https://github.com/dmlc/dlpack) that is used
  * here, declared by its ABI; a test compiles it against torch's copy of the header. */
-#ifndef FST_PY_TORCH_DLPACK_H
-#define FST_PY_TORCH_DLPACK_H
+#pragma once
 
 #include <stdint.h>
 
@@ -53,5 +52,3 @@ typedef struct {
     int (*tensor_from_py_object)(void *object, fst_dl_tensor *out);
     int (*current_work_stream)(int32_t device_type, int32_t device_id, void **out);
 } fst_dl_api;
-
-#endif

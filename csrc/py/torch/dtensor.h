@@ -1,6 +1,5 @@
 /* dtensor.h - reads what a DTensor (torch.distributed.tensor) consists of. */
-#ifndef FST_PY_TORCH_DTENSOR_H
-#define FST_PY_TORCH_DTENSOR_H
+#pragma once
 
 #include "py/torch/tensor.h"
 
@@ -15,5 +14,3 @@ void fst_dtensors_clear(fst_dtensors *dtensors);
 /* The local tensor and the spec of a DTensor: new references, or NULL with a Python error. */
 PyObject *fst_dtensor_local(const fst_tensors *tensors, PyObject *object);
 PyObject *fst_dtensor_spec(const fst_tensors *tensors, PyObject *object);
-
-#endif

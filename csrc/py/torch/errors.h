@@ -1,8 +1,6 @@
 /* errors.h - errors as values, and as Python exceptions. */
-#ifndef FST_PY_TORCH_ERRORS_H
-#define FST_PY_TORCH_ERRORS_H
+#pragma once
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "base/status.h"
@@ -37,5 +35,3 @@ int fst_is_out_of_memory(void);
 /* Has torch give back device memory that nobody uses. Returns 1; 0 during a capture, which forbids
  * it; or -1 with a Python error. */
 int fst_empty_cache(void);
-
-#endif

@@ -5,8 +5,7 @@
  * may run whenever a container is allocated, so it is off in a quiet section. Code that must run
  * Python or release the GIL pauses the section. It sets `ran_python` if addresses may have
  * changed, and the caller then reads them again. */
-#ifndef FST_PY_TORCH_QUIET_H
-#define FST_PY_TORCH_QUIET_H
+#pragma once
 
 #include "py/torch/tensor.h"
 
@@ -40,5 +39,3 @@ typedef struct {
 
 fst_released_gil fst_quiet_release_gil(fst_tensors *tensors);
 void fst_quiet_acquire_gil(fst_tensors *tensors, fst_released_gil released);
-
-#endif

@@ -1,6 +1,5 @@
 /* tensor.h - reads torch tensors through DLPack's C exchange API, without libtorch. */
-#ifndef FST_PY_TORCH_TENSOR_H
-#define FST_PY_TORCH_TENSOR_H
+#pragma once
 
 #include "base/device.h"
 #include "py/torch/dlpack.h"
@@ -187,5 +186,3 @@ int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem
 int fst_tensors_init(fst_tensors *tensors);
 int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);
 void fst_tensors_clear(fst_tensors *tensors);
-
-#endif

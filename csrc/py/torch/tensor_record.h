@@ -5,8 +5,7 @@
  * hold the same words, torch's last answer about the tensor is still right.
  * faststep/_torch/records.py finds by experiment where the records are and which words count;
  * where the experiment fails, torch is asked every time. Only hold.c writes to a record. */
-#ifndef FST_PY_TORCH_TENSOR_RECORD_H
-#define FST_PY_TORCH_TENSOR_RECORD_H
+#pragma once
 
 #include "py/torch/tensor.h"
 
@@ -110,5 +109,3 @@ int fst_record_counts(const fst_record_layout *layout, const void *impl);
  * fst_record_counted. */
 void fst_record_move_versions(const fst_record_layout *layout, const void *const *impls,
                               size_t count);
-
-#endif

@@ -1,6 +1,5 @@
 /* tensor_record_read.h - reads torch's records, inline: a step does so for thousands of tensors. */
-#ifndef FST_PY_TORCH_TENSOR_RECORD_READ_H
-#define FST_PY_TORCH_TENSOR_RECORD_READ_H
+#pragma once
 
 #include "py/torch/tensor_record.h"
 
@@ -119,5 +118,3 @@ static inline void fst_record_fetch(const fst_record_layout *layout, const void 
     fst_fetch_impl(&layout->at, impl);
     fst_fetch_storage(&layout->at, storage);
 }
-
-#endif

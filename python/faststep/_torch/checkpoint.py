@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
-__all__ = ["Wanted", "wanted_states"]
-
 Wanted = Literal["slices", "whole", "whole everywhere"]
 
 

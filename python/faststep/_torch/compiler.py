@@ -8,12 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = [
-    "disable_dynamo",
-    "import_compiler",
-    "uncompiled",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -9,14 +9,6 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "after_backward",
-    "current_backward",
-    "exposed_seconds",
-    "is_inside_backward",
-    "rebuild_buckets",
-]
-
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call this at the end of the backward pass that runs; from within it only.

@@ -17,22 +17,6 @@ import torch
 
 from .. import _C
 
-__all__ = [
-    "any_dtensor",
-    "devices_of_group",
-    "full_tensor",
-    "is_dtensor",
-    "learn_dtensors",
-    "like_dtensor",
-    "local_of",
-    "part_of",
-    "replicate",
-    "replicated",
-    "set_local",
-    "spec_of",
-    "specs_of",
-]
-
 _read_spec: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 _known: Any = None  # the class DTensor, once it is imported
 

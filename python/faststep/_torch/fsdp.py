@@ -12,15 +12,6 @@ from torch import Tensor, nn
 
 from .ranks import instances_of
 
-__all__ = [
-    "drop_local_grads",
-    "fsdp_modules_of",
-    "group_of_shard",
-    "groups_of_fsdp",
-    "is_fsdp_shard",
-    "reduce_local_grads",
-]
-
 _Found = tuple[weakref.ref[Tensor], Any]
 _groups_of_shards: dict[int, _Found] = {}  # by the id of the parameter
 

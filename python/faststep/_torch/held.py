@@ -21,8 +21,6 @@ import torch.multiprocessing
 from .. import _C
 from .tensors import storage_record_of
 
-__all__ = ["NotHeld", "hold"]
-
 _lock = threading.Lock()
 # what _places says; False: memory cannot be held; None: it was not tried yet
 _known: tuple[int, int, int] | Literal[False] | None = None

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .tensors import neg_view, new_subclass, new_wrapper
 
-__all__ = ["different_tensors"]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int8)
 
 

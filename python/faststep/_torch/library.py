@@ -8,14 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "address_of_bump_version",
-    "address_of_has_callbacks",
-    "address_of_has_modes",
-    "address_of_mode_depth",
-    "libtorch_cpu_path",
-]
-
 
 def address_of_bump_version() -> int:
     """Where libtorch's function is that moves a tensor's version counter; 0 if it has none.

@@ -11,20 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "backend_for",
-    "end_group",
-    "failed_at",
-    "instances_of",
-    "is_distributed",
-    "is_first_in_join",
-    "is_in_join",
-    "meet",
-    "rank_and_world_size",
-    "same_ranks",
-    "world_size",
-]
-
 _Kind = TypeVar("_Kind")
 
 

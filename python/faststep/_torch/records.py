@@ -26,8 +26,6 @@ from .kinds import different_tensors
 from .library import address_of_bump_version
 from .tensors import lazy_clone, neg_view, record_of, storage_record_of
 
-__all__ = ["Layout", "find"]
-
 _WORDS = 22  # that a tensor's record has at least: 176 bytes in torch 2.13, and 184 in 2.11
 _META_WORDS = 12
 _STORAGE_WORDS = 8

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .tensors import uses_of
 
-__all__ = ["are_hooked", "is_free"]
-
 _of: Any = torch._C._autograd
 
 

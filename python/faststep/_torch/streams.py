@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["lasts"]
-
 
 def lasts(device: int, handle: int) -> bool:
     """True if the stream that is current on a CUDA device is never destroyed.

@@ -15,8 +15,6 @@ from .._torch.compiler import uncompiled
 from .._torch.fsdp import drop_local_grads, fsdp_modules_of, groups_of_fsdp, reduce_local_grads
 from .sharded import ReducingRanks
 
-__all__ = ["FullyShardedRanks"]
-
 
 class FullyShardedRanks(ReducingRanks):
     """The ranks of a model to which fully_shard was applied."""

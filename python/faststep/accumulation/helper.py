@@ -25,8 +25,6 @@ from .installed import Installed
 from .reduction import Ranks
 from .window import Window
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """Accumulates gradients over windows of micro-steps; made by :func:`faststep.accumulate`."""

@@ -21,8 +21,6 @@ from ..optim.step import loss_of
 from .marks import Mark, mark_of
 from .window import Window
 
-__all__ = ["Installed"]
-
 _Method = Callable[..., Any]
 
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Mark", "mark_of"]
-
 
 class Mark(NamedTuple):
     """The gradient of a parameter as it was: where it lay, and its version."""

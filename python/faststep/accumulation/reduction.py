@@ -14,8 +14,6 @@ from .._torch.compiler import uncompiled
 from .._torch.ddp import rebuild_buckets
 from .._torch.ranks import world_size
 
-__all__ = ["Ranks"]
-
 _ALONE = 1 << 18  # elements; a tensor of at least so many is reduced in place
 _BUCKET = 1 << 22  # elements; smaller tensors are copied into buckets of at most this size
 

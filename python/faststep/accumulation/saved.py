@@ -9,8 +9,6 @@ from torch import Tensor
 from ..grads import divide as division
 from .window import Window
 
-__all__ = ["restore", "state_of"]
-
 _NAMES = (
     *("steps", "normalize", "micro_step", "count", "ready", "divisors"),
     *("windows", "empty", "discarded", "gradients"),

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from .reduction import Ranks
 
-__all__ = ["ReducingRanks", "Sharded", "ShardedRanks", "is_sharded"]
-
 
 class Sharded(Protocol):
     """The parts of faststep.zero's optimizers that accumulation uses."""

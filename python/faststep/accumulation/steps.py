@@ -11,8 +11,6 @@ from ..grads import divide as division
 from ..grads.hooks import weakly
 from ..optim.base import FusedOptimizer
 
-__all__ = ["StepHooks", "Steps"]
-
 
 class Steps:
     """The outcome of these optimizers' steps for the window that is complete.

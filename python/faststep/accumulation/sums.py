@@ -12,8 +12,6 @@ from ..grads.add import Addition, add_alike, add_all
 from ..grads.dtensors import align_all
 from ..grads.hooks import Hooked, weakly
 
-__all__ = ["LOW_PRECISION", "Sums"]
-
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 

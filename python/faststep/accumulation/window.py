@@ -24,8 +24,6 @@ from .sharded import ReducingRanks, ShardedRanks, is_sharded
 from .steps import StepHooks, Steps
 from .sums import LOW_PRECISION, Sums
 
-__all__ = ["Normalize", "Window"]
-
 Normalize = Literal["mean", "sum", "tokens"]
 
 

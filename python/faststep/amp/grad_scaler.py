@@ -29,8 +29,6 @@ from .protocol import (
 from .scale_update import ScaleUpdate, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(UnscalingScaler):
     """Loss scaling as torch.amp.GradScaler does it, with fewer passes over the gradients.

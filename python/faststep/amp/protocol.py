@@ -30,17 +30,6 @@ from .._torch.ranks import is_distributed
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 
-__all__ = [
-    "AskedToUnscale",
-    "any_found",
-    "can_be_seen",
-    "had_grads_elsewhere",
-    "has_dtensors",
-    "step_with",
-    "takes_found_inf",
-    "takes_requests",
-]
-
 
 class AskedToUnscale:
     """Lets the step of an optimizer unscale the gradients, under every scaler, until `remove()`.

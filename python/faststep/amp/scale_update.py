@@ -26,8 +26,6 @@ from .._devices import has_kernels_for
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version, update_scale_as_torch
 
-__all__ = ["ScaleUpdate", "check_bounds", "check_hysteresis"]
-
 
 @dataclass(frozen=True)
 class ScaleUpdate:
@@ -65,18 +63,15 @@ class ScaleUpdate:
             found_inf: 0-d float32; anything but 0 is an overflow. Read only. All on one device.
         """
         if self.min_scale is None and self.max_scale is None and self.hysteresis == 1:
-            update_scale_as_torch(
-                scale,
-                growth_tracker,
-                found_inf,
-                self.growth_factor,
-                self.backoff_factor,
-                self.growth_interval,
-            )
+            update_scale_as_torch(scale, growth_tracker, found_inf, *self._factors)
         elif not is_watched() and (scale.is_cpu or (scale.is_cuda and has_kernels_for(scale))):
             self._update_in_c(scale, growth_tracker, hysteresis_tracker, found_inf)
         else:
             self._update_in_torch(scale, growth_tracker, hysteresis_tracker, found_inf)
+
+    @property
+    def _factors(self) -> tuple[float, float, int]:
+        return self.growth_factor, self.backoff_factor, self.growth_interval
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -91,23 +86,9 @@ class ScaleUpdate:
         hysteresis_tracker: Tensor | None,
         found_inf: Tensor,
     ) -> None:
-        low, high = self._bounds
-        _C.update_scale(
-            scale,
-            growth_tracker,
-            hysteresis_tracker,
-            found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.hysteresis,
-            low,
-            high,
-        )
-        written = [scale, growth_tracker]
-        if hysteresis_tracker is not None:
-            written.append(hysteresis_tracker)
-        increment_version(written)
+        written = scale, growth_tracker, hysteresis_tracker
+        _C.update_scale(*written, found_inf, *self._factors, self.hysteresis, *self._bounds)
+        increment_version([one for one in written if one is not None])
 
     @torch.no_grad()
     def _update_in_torch(

@@ -21,8 +21,6 @@ from ..grads.dtensors import LayoutError, align_all
 from ..grads.params import params_of
 from ..grads.regions import regions_of
 
-__all__ = ["UnscalingScaler"]
-
 _HOST = torch.device("cpu")
 
 

@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["Watch", "busy_note"]
-
 TOO_BUSY = 5.0  # percent of all cores
 
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-__all__ = ["CommandError", "ProgressBar", "some_of", "table", "times"]
-
 
 class CommandError(Exception):
     """A problem that the user can solve; shown as one message without a traceback."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from .console import CommandError, ProgressBar
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "write the weights of a checkpoint as one safetensors file, without its optimizer"
 NAMES = ("model", "state_dict", "model_state_dict", "module")  # of the model in a checkpoint
 EXTRA = "_extra_state"  # ends the name under which a module saves what is no tensor

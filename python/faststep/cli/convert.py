@@ -7,8 +7,6 @@ import time
 
 from .console import CommandError, ProgressBar
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "write a dataset of any format as memory-mapped arrays, for the loader's C threads"
 BETWEEN = 0.1  # seconds between two updates of the progress bar
 

@@ -21,8 +21,6 @@ from .busy import Watch, busy_note
 from .console import CommandError, ProgressBar, table, times
 from .scripts.meter import PHASES
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "train three small models, each with plain torch and under `run`, and compare"
 
 WHOLE = "whole step"

@@ -18,8 +18,6 @@ from .console import CommandError, some_of, table
 from .doctor_page import page
 from .run import split
 
-__all__ = ["HELP", "add_arguments", "run_doctor"]
-
 HELP = "say what bounds a script, and which remedies help, tried on it"
 WIDTH = 60  # characters of the bar that shows a step
 

@@ -8,8 +8,6 @@ from html import escape
 
 from ..doctor import Answer
 
-__all__ = ["page"]
-
 COLOURS = (
     *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#009988"),
     *("#cc3311", "#555588", "#888888"),

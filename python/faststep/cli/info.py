@@ -18,8 +18,6 @@ import faststep
 from .. import _C
 from .._torch.library import address_of_has_callbacks
 
-__all__ = ["HELP", "add_arguments", "collect", "cpu_model", "run", "version_of"]
-
 HELP = "show versions, the instruction set, the thread pool and the state of CUDA"
 
 

@@ -19,8 +19,6 @@ from ..doctor.peers import RECENT, mean, of_torchrun
 from ..doctor.watching import Display, Figures, Watch
 from ..run.report import say
 
-__all__ = ["opened", "watched"]
-
 PERIOD = 10.0  # seconds between two lines where there is no page
 HEIGHT = 12  # lines of the page
 LEAST_ROWS = 2 * HEIGHT  # of a terminal that has room for the page

@@ -12,8 +12,6 @@ from typing import Any
 
 from .console import CommandError, times
 
-__all__ = ["add_arguments", "new_figure", "plot_path", "plot_trainings"]
-
 # The first curve is broad, so that the second one on top of it hides nothing.
 _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#ff7f0e", "linewidth": 4, "alpha": 0.6},

@@ -11,8 +11,6 @@ import torch
 
 from .gains import Gain, compare
 
-__all__ = ["LONGEST", "Alternation", "Switch"]
-
 COUNTED, SLOW = 3, 0.1  # steps of a stretch; one where a step takes this many seconds
 LEAST_PAIRS, ENOUGH_PAIRS = 3, 6  # of stretches without and with
 SECONDS, MOST_SECONDS = 1.0, 3.0  # for each switch, if that is enough for the least pairs

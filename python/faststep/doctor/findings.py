@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from ..run.cores import counted
 from . import source_lines
+from .phases import PHASES
 from .remedies import FASTSTEPS, FLUSHED, FROZEN, KEPT, OURS, TO_NONE, for_loaders
-from .uneven import late
-
-__all__ = ["Suspect", "suspects"]
 
 LEAST = 0.05  # of a step
 FAULT = 1.5e-6  # seconds that a page fault takes in a virtual machine
@@ -19,6 +19,9 @@ PASSES = 8  # how often an update reads or writes a parameter's bytes, its state
 SAVED = 0.7  # of the optimizer's share, by a faster one
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
+LOOKS = 100  # at the stack of a rank, per second
+WAITS = {"communication", "backward"}  # phases in which ranks may wait for each other
+OF_DDP = {"forward"}  # which has its own in it
 OPTIMIZER: dict[str, dict[str, Any]] = {FASTSTEPS: {"parts": ["optim", "amp", "clip"]}}
 Found = dict[str, Any]
 
@@ -217,7 +220,7 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
 
 @_rule
 def _communication(found: Found, total: float) -> Iterator[Suspect]:
-    last, share = late(found), _share(found, total, "communication")
+    last, share = _late(found), _share(found, total, "communication")
     if last is not None:
         text = (
             f"the others wait for rank {last.rank}, where {last.phase} takes {last.there:.0%} of a "
@@ -237,6 +240,46 @@ def _communication(found: Found, total: float) -> Iterator[Suspect]:
         "sends them during backward"
     )
     yield from _spent_in("exposed-communication", by_script, total, text, rest / (share or 1.0))
+
+
+class _Late(NamedTuple):
+    """A rank that has more to do in each step than the others.
+
+    Attributes:
+        rank: its number.
+        phase: that which differs most.
+        share: of a step, for which the others wait.
+        there: the phase's share of a step in this rank.
+        elsewhere: the same in the others, their median.
+    """
+
+    rank: int
+    phase: str
+    share: float
+    there: float
+    elsewhere: float
+
+
+def _late(found: Found) -> _Late | None:
+    """The rank but 0 that lets others wait most, if by more than looks at stacks may be wrong."""
+    total = sum(found["steps"])
+    waits = WAITS | OF_DDP if found["is_ddp"] else WAITS
+    own_phases = [phase for phase in PHASES if phase not in waits]
+    if not found["ranks"] or not total:
+        return None
+    shares = {one["rank"]: one["phases"] for one in found["ranks"]}
+    shares[0] = {phase: spent / total for phase, spent in found["phases"].items()}
+    own = {rank: sum(phases.get(one, 0.0) for one in own_phases) for rank, phases in shares.items()}
+    last = max(own, key=own.__getitem__)
+    usual = median(share for rank, share in own.items() if rank != last)
+    noise = math.sqrt(own[last] * max(0.0, 1.0 - own[last]) / (LOOKS * total))
+    if last == 0 or own[last] - usual < LEAST + 2.0 * noise:
+        return None
+    others = [phases for rank, phases in shares.items() if rank != last]
+    usuals = {phase: median(one.get(phase, 0.0) for one in others) for phase in own_phases}
+    phase = max(own_phases, key=lambda one: shares[last].get(one, 0.0) - usuals[one])
+    there = shares[last].get(phase, 0.0)
+    return _Late(last, phase, own[last] - usual, there, usuals[phase])
 
 
 def _exposed_by_ddp(share: float) -> Iterator[Suspect]:

@@ -16,8 +16,6 @@ from typing import IO, Any
 from .._torch.compiler import import_compiler
 from .watching import resident
 
-__all__ = ["ForkServer", "serve"]
-
 LONGEST = 1 << 20  # bytes of an order
 MOST_READ = 65536  # bytes
 ENDED = b"."

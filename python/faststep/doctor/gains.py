@@ -7,8 +7,6 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Gain", "compare", "deviations", "is_rounding", "ratio"]
-
 RESAMPLED = 400
 GROUPS = 40  # of steps that follow each other: neighbours are alike
 ROUNDED = 1e-3  # the largest relative difference of losses that rounding makes in a few steps

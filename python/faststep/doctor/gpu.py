@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["described", "notes_on_gpu"]
-
 TENSOR_CORES = (8, 0)  # the least capability that multiplies in TF32
 SLOWED = 0.9  # of the highest clock, and of the usual limit of power
 # Why a clock is below the highest, by the bits of NVML, with the remedy.

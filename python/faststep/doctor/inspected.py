@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch.ddp import exposed_seconds
 
-__all__ = ["LoaderUse", "described", "exposed", "kept_graph", "status"]
-
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys")
 READS = 4  # samples of a dataset that are read again
 DECODES = re.compile(r"decompress|decode|load|read|open|parse|fromstring|frombuffer|genfromtxt")

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["Nodes"]
-
 
 class Nodes:
     """The machines on which torchrun has started ranks, as one of them sees the others.

@@ -12,8 +12,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .watching import Figures
 
-__all__ = ["RECENT", "Peers", "mean", "of_torchrun"]
-
 RECENT = 10  # lines whose phases are averaged
 TIMEOUT = datetime.timedelta(seconds=30)
 

@@ -17,8 +17,6 @@ import torch
 
 from .. import _C
 
-__all__ = ["PHASES", "Place", "look"]
-
 PHASES = (
     *("data", "forward", "backward", "clipping", "scaler", "optimizer", "communication"),
     *("evaluation", "checkpoint", "printing", "everything else"),

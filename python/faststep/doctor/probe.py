@@ -26,8 +26,6 @@ from .peers import Peers
 from .recorder import INTERVAL, Recorder
 from .watching import Watch
 
-__all__ = ["main"]
-
 SEED = 20170
 
 

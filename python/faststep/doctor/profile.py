@@ -14,8 +14,6 @@ from typing import NamedTuple
 from .phases import Place
 from .sampler import INTERVAL, Sampler
 
-__all__ = ["Line", "Profile", "profile"]
-
 MOST_LINES = 10
 _measuring = threading.Lock()
 

@@ -14,8 +14,6 @@ from torch.utils.flop_counter import flop_registry
 
 from .._torch.modes import TorchDispatchMode
 
-__all__ = ["Products", "measured"]
-
 COPIED = 64 << 20  # bytes
 SECONDS = 0.05  # of one measurement
 LARGEST = 3  # shapes that are measured

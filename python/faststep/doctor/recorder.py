@@ -30,8 +30,6 @@ from .sampler import Sampler
 from .second_loader import Loop
 from .switches import switches
 
-__all__ = ["INTERVAL", "Recorder"]
-
 INTERVAL = 0.01  # seconds between two looks at the stack
 COUNTED, SELDOM = 0.05, 1.5  # seconds between looks at counters of the kernel and the C library
 SPARED = 200  # times what such a look takes, until the next: the C library adds up all free blocks

@@ -8,24 +8,6 @@ from typing import Any
 
 from ..run import PARTS
 
-__all__ = [
-    "ALL",
-    "EVERYTHING",
-    "FASTSTEPS",
-    "FLUSHED",
-    "FROZEN",
-    "KEPT",
-    "KINDS",
-    "NOTHING",
-    "OURS",
-    "TF32",
-    "TO_NONE",
-    "TUNED",
-    "for_loaders",
-    "general",
-    "is_chosen",
-]
-
 # The names of remedies that are switched between steps, and tried in runs of their own.
 FASTSTEPS, FLUSHED, KEPT = "faststep's optimizer", "denormals are zero", "memory is kept"
 FROZEN, TO_NONE, OURS = "objects are frozen", "gradients set to None", "faststep's DataLoader"

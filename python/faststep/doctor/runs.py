@@ -18,8 +18,6 @@ from . import sandbox
 from .fork_server import ForkServer
 from .nodes import Nodes
 
-__all__ = ["GRACE", "DoctorError", "Length", "Runs", "free_ports"]
-
 POLLED = 0.02  # seconds between two looks at whether a run has ended
 GRACE = 20.0  # seconds to start and to end, beyond what a run may measure
 

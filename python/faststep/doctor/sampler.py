@@ -20,8 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .._torch.compiler import disable_dynamo
 from .phases import Place, look
 
-__all__ = ["INTERVAL", "Sampler"]
-
 INTERVAL = 0.05  # seconds between two looks where training goes on
 
 

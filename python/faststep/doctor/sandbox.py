@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Kind", "enter", "environment", "is_available", "sandboxed"]
-
 # Of a sandbox: namespaces, a folder for what is written (`scratch`), or none at all.
 Kind = Literal["namespaces", "scratch", "none"]
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["enter", "is_available"]
-
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of all architectures
 _VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
 _WRITE_FILE = 1 << 1

@@ -27,8 +27,6 @@ from .alternation import Switch
 from .inspected import LoaderUse
 from .remedies import for_loaders
 
-__all__ = ["Loop"]
-
 # Whose iterators share nothing but random generators.
 SAMPLERS = (
     *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),

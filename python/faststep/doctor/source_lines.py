@@ -7,8 +7,6 @@ import functools
 import re
 from pathlib import Path
 
-__all__ = ["clips", "line_of", "prints", "reads", "updates", "waits"]
-
 PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
 READS = re.compile(r"\.item\(\)|\.tolist\(\)")
 WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier\(")

@@ -31,8 +31,6 @@ from .remedies import (
 )
 from .second_loader import Loop
 
-__all__ = ["CLIPS", "NO_OPTIMIZER", "SAME_BATCH", "SCALES", "switches"]
-
 LEAST_SHARE = 0.04  # of a step, in which a switch must have something to gain
 SAME_BATCH, NO_OPTIMIZER = "one batch again and again", "no optimizer"
 SCALES, CLIPS = "faststep's GradScaler", "faststep's clipping"

@@ -13,8 +13,6 @@ from .findings import LEAST
 from .gpu import notes_on_gpu
 from .remedies import KEPT
 
-__all__ = ["busy_seconds", "notes"]
-
 PROC, SYS = Path("/proc"), Path("/sys")
 SWAPPED = 64 << 20  # bytes
 PER_WORKER = 64 << 20  # bytes of shared memory for the batches of a worker

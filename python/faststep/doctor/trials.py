@@ -11,8 +11,6 @@ from .gains import Gain, compare, deviations, is_rounding, ratio
 from .remedies import EVERYTHING, NOTHING
 from .runs import DoctorError, Length, Runs
 
-__all__ = ["CHANGING", "PROMISING", "SURE", "Remedies", "Trial", "Trials"]
-
 SHORT = Length(3.0, 5)
 PROMISING = 1.03  # a gain that is worth more pairs of runs
 LARGE = 1.5  # a gain that two pairs are enough to confirm, if they agree; others take a third one

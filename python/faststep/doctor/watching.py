@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from .phases import Place
 from .sampler import INTERVAL, Sampler
 
-__all__ = ["Display", "Figures", "Watch", "resident"]
-
 PERIOD = 1.0  # seconds of a line, if a step is not longer
 
 

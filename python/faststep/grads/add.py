@@ -14,8 +14,6 @@ from .._torch.dtensor import any_dtensor, is_dtensor, part_of
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 
-__all__ = ["Addition", "add_alike", "add_all"]
-
 
 class Addition(NamedTuple):
     """total += factor * term, then += factor * more; `start` ignores the total before."""

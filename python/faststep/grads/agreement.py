@@ -16,8 +16,6 @@ from torch import Tensor
 from .._torch.dtensor import devices_of_group
 from .regions import Region
 
-__all__ = ["Agreed", "over_ranks"]
-
 _FOUND, _GRADS, _FAILED, _WORKED = range(-4, 0)  # the last entries of what is sent
 
 

@@ -21,8 +21,6 @@ from .._torch.ddp import after_backward
 from .._torch.ranks import instances_of, world_size
 from .hooks import Hooked
 
-__all__ = ["Reduced", "User", "reducing_model"]
-
 
 def reducing_model(params: Iterable[Tensor]) -> DistributedDataParallel | None:
     """A DistributedDataParallel that reduces the gradient of one of these, if there is one.

@@ -21,8 +21,6 @@ from .dtensors import LayoutError, align_all, summed
 from .regions import Region, regions_of
 from .total import promoted, returned
 
-__all__ = ["clamp_shards", "clip_shards", "norm_of_shards", "scale_shards"]
-
 
 def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts; TypeError if they cannot be used."""

@@ -23,20 +23,6 @@ from .._torch.optim import increment_version
 from .owners import ByOptimizer
 from .params import grads_of, is_ours
 
-__all__ = [
-    "Division",
-    "check",
-    "defer",
-    "divide",
-    "divide_grads_of",
-    "divide_these",
-    "divisor_of",
-    "repeat",
-    "scale",
-    "settle",
-    "unscaled",
-]
-
 _ATTRIBUTE = "grad_scale"
 
 

@@ -21,9 +21,6 @@ from .._torch.dtensor import (
     spec_of,
 )
 
-__all__ = ["LayoutError", "align", "align_all", "align_states", "summed", "wait_for"]
-
-
 # States that are the same on all ranks: the step count, and the 0-d states of NAdam and ASGD.
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .._torch.compiler import disable_dynamo
 
-__all__ = ["Hooked", "weakly"]
-
 _Entry = TypeVar("_Entry")
 _Result = TypeVar("_Result")
 

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from .params import name_of, params_of
 
-__all__ = ["ByOptimizer", "accumulating", "refuse_clipping", "refuse_shared", "releasing"]
-
 _Value = TypeVar("_Value")
 
 

@@ -9,18 +9,6 @@ from torch import Tensor
 
 from .. import _C
 
-__all__ = [
-    "Grouped",
-    "OnDevices",
-    "Stepped",
-    "described",
-    "grads_of",
-    "is_ours",
-    "name_of",
-    "params_of",
-    "place_of",
-]
-
 
 class Grouped(Protocol):
     """Any optimizer of torch, as far as its parameters go."""

@@ -18,8 +18,6 @@ from .._torch.fsdp import group_of_shard, is_fsdp_shard
 from .._torch.ranks import world_size
 from .dtensors import LayoutError
 
-__all__ = ["Region", "groups_of", "regions_of"]
-
 _MOST_LAYOUTS = 256  # that are kept
 
 

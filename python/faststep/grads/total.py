@@ -7,8 +7,6 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["promoted", "returned"]
-
 _NONFINITE = (  # torch's text
     "The total norm of order {} for gradients from "
     "`parameters` is non-finite, so it cannot be clipped. To disable "

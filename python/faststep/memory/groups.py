@@ -1,11 +1,10 @@
-"""The control group that limits the memory of a process."""
+"""The control groups of a process, and the one that limits its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-__all__ = ["ControlGroup", "group_of"]
 
 _LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _NO_LIMIT = 2**60  # version 1 says so with a number near 2**63
@@ -27,38 +26,36 @@ def _limit_of(folder: Path, version: int) -> int | None:
     return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
 
 
-def _memberships(process: Path) -> list[tuple[int, str]]:
-    """The version and path of each group of memory; there are at most two."""
-    try:
-        lines = (process / "cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            found.append((2, path))
-        elif "memory" in controllers.split(","):
-            found.append((1, path))
-    return found
-
-
-def group_of(process: Path, mount: Path) -> ControlGroup | None:
-    """The group with the lowest limit among those of a process and all above them.
+def folders_of(process: Path, mount: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """The versions and folders of the groups of a process, and of all above them.
 
     Args:
         process: its folder in /proc.
         mount: where control groups are mounted. A container may show its own group there, under
             a path that the process does not have.
+        controller: "memory" or "cpu"; at most one group of each version has it.
     """
-    found = []
-    for version, path in _memberships(process):
-        top = mount / "memory" if version == 1 else mount
+    try:
+        lines = (process / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        version = 2 if number == "0" and not controllers else 1
+        if version == 1 and controller not in controllers.split(","):
+            continue
+        top = mount / controller if version == 1 else mount
         folder = top / path.lstrip("/")
-        for place in [folder, *folder.parents]:
-            if place != top and top not in place.parents:
-                break
-            limit = _limit_of(place, version)
-            if limit is not None:
-                found.append(ControlGroup(place, version, limit))
+        for place in (folder, *folder.parents):
+            if place == top or top in place.parents:
+                yield version, place
+
+
+def group_of(process: Path, mount: Path) -> ControlGroup | None:
+    """The group with the lowest limit of memory; for the arguments see `folders_of`."""
+    found = []
+    for version, folder in folders_of(process, mount, "memory"):
+        limit = _limit_of(folder, version)
+        if limit is not None:
+            found.append(ControlGroup(folder, version, limit))
     return min(found, key=lambda group: group.limit, default=None)

@@ -6,8 +6,6 @@ from .arguments import composed
 from .counted import CountedOptimizer
 from .request import formula
 
-__all__ = ["Adadelta"]
-
 
 @composed
 class Adadelta(CountedOptimizer, torch.optim.Adadelta):

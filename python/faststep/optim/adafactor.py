@@ -18,8 +18,6 @@ from ..grads.params import described
 from .hooked import HookedOptimizer
 from .step import loss_of
 
-__all__ = ["Adafactor"]
-
 _LEFT = "parameters that are not dense CPU tensors of one dtype, as their gradients and states are"
 _NUMBER = _C.rules()["adafactor"][0]
 _STATES = ("step", "row_var", "col_var", "variance")

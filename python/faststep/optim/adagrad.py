@@ -15,8 +15,6 @@ from .masters import begin_state, has_master
 from .request import formula
 from .step_options import Arguments
 
-__all__ = ["Adagrad"]
-
 
 @composed
 class Adagrad(CountedOptimizer, torch.optim.Adagrad):

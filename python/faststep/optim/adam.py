@@ -8,8 +8,6 @@ from .arguments import composed
 from .counted import CountedOptimizer
 from .request import Formula, formula
 
-__all__ = ["Adam", "AdamW"]
-
 
 class _AdamStep(CountedOptimizer):
     _formula = formula("adam", "step", "exp_avg", "exp_avg_sq")

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from .step_options import Arguments, ClippedOptimizer
 
-__all__ = ["composed"]
-
 _Class = TypeVar("_Class", bound=type[Optimizer])
 
 

@@ -30,8 +30,6 @@ from .step import Stepper, loss_of
 from .step_options import ClippedOptimizer
 from .zeros import Zeros
 
-__all__ = ["FusedOptimizer", "number"]
-
 
 def number(value: float | Tensor) -> float:
     """A hyper-parameter that may be a one-element tensor."""

@@ -21,15 +21,6 @@ from .._torch.dtensor import full_tensor
 from .._torch.optim import dtypes_of, is_torchs
 from .request import StepAnswer, Steppable, StepRequest
 
-__all__ = [
-    "LeftToTorchError",
-    "leave_to_torch",
-    "step_by_torch",
-    "torchs_class",
-    "update_by_torch",
-    "values_of",
-]
-
 
 class LeftToTorchError(RuntimeError):
     """A step that torch's class makes; whoever cannot let it do so fails with this."""

@@ -11,16 +11,6 @@ from .._torch.fsdp import is_fsdp_shard
 from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 
-__all__ = [
-    "OPTIONS",
-    "check_limit",
-    "has_grads",
-    "refuse_group_options",
-    "refuse_part",
-    "refuse_shards",
-    "refuse_unchecked",
-]
-
 # Of the optimizers beside torch's arguments, for all groups together.
 OPTIONS = ("max_grad_norm", "keep_grads", "master_weights")
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from .._torch.optim import is_capturing, step_dtype
 from .base import FusedOptimizer, number
 
-__all__ = ["CountedOptimizer"]
-
 
 class CountedOptimizer(FusedOptimizer):
     """Base of the optimizers whose state begins with `step`.

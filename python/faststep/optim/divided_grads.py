@@ -20,8 +20,6 @@ from ..grads.regions import Region, groups_of, regions_of
 from .plan_step import DevicesChangedError, PlanStep
 from .request import Rule
 
-__all__ = ["DividedGrads"]
-
 # A rule without states: the plans that measure need none. They apply nothing.
 _NO_RULE = Rule(_C.rules()["sgd"][0], (), False, (0.0,) * 5, False)
 

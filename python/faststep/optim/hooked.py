@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch.optim import CALLED_BY_STEPS, has_global_step_hooks, is_torchs
 
-__all__ = ["HookedOptimizer"]
-
 
 class _TorchsStep:
     """The step of torch's class, and what it calls.

@@ -12,8 +12,6 @@ from .arguments import composed
 from .base import FusedOptimizer, number
 from .request import formula
 
-__all__ = ["Lion"]
-
 
 @composed
 class Lion(FusedOptimizer):

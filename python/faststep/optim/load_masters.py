@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from .masters import fitting, has_master
 
-__all__ = ["loading_masters"]
-
 
 class _Boxed(Tensor):
     """A box around a state, which torch then leaves as it is."""

@@ -20,19 +20,6 @@ from ..grads.params import params_of
 from .request import Rule, Steppable
 from .zeros import SMALL
 
-__all__ = [
-    "MASTER",
-    "begin_state",
-    "complete_states",
-    "fitting",
-    "has_master",
-    "keeps_masters",
-    "keys_for",
-    "own_keys",
-    "refuse_masters",
-    "with_master",
-]
-
 MASTER = "master_weights"
 
 

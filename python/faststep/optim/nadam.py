@@ -8,8 +8,6 @@ from .arguments import composed
 from .counted import CountedOptimizer
 from .request import formula
 
-__all__ = ["NAdam"]
-
 
 @composed
 class NAdam(CountedOptimizer, torch.optim.NAdam):

@@ -22,15 +22,6 @@ from ..grads.dtensors import LayoutError, align, align_states, wait_for
 from .masters import MASTER, begin_state, keys_for, own_keys
 from .request import Rule, Steppable, StepRequest
 
-__all__ = [
-    "DevicesChangedError",
-    "DividedError",
-    "Done",
-    "Phase",
-    "Place",
-    "PlanStep",
-]
-
 _NO_CLIPPING = math.nan
 
 

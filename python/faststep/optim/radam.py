@@ -6,8 +6,6 @@ from .arguments import composed
 from .counted import CountedOptimizer
 from .request import formula
 
-__all__ = ["RAdam"]
-
 
 @composed
 class RAdam(CountedOptimizer, torch.optim.RAdam):

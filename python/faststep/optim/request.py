@@ -12,17 +12,6 @@ from .. import _C
 from .checks import refuse_unchecked
 from .zeros import Zeros
 
-__all__ = [
-    "Formula",
-    "Rule",
-    "ScalerRequest",
-    "StepAnswer",
-    "StepRequest",
-    "Steppable",
-    "formula",
-    "request_of",
-]
-
 _RULES = _C.rules()
 
 

@@ -8,8 +8,6 @@ from .arguments import composed
 from .counted import CountedOptimizer
 from .request import Formula, formula
 
-__all__ = ["RMSprop"]
-
 _KEYS = ("step", "square_avg")
 
 

@@ -10,8 +10,6 @@ from .base import number
 from .counted import CountedOptimizer
 from .request import formula
 
-__all__ = ["Rprop"]
-
 
 @composed
 class Rprop(CountedOptimizer, torch.optim.Rprop):

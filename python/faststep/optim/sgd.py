@@ -9,8 +9,6 @@ from .arguments import composed
 from .base import FusedOptimizer
 from .request import Formula, formula
 
-__all__ = ["SGD"]
-
 
 @composed
 class SGD(FusedOptimizer, torch.optim.SGD):

@@ -22,8 +22,6 @@ from .divided_grads import DividedGrads
 from .plan_step import DevicesChangedError, DividedError, Done, Phase, PlanStep
 from .request import Rule, StepAnswer, StepRequest
 
-__all__ = ["Stepper", "loss_of"]
-
 _NO_SCALARS = Scalars(None, None, None)
 
 

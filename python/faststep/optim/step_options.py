@@ -13,8 +13,6 @@ from .checks import OPTIONS, check_limit
 from .masters import keeps_masters
 from .wrapped import PassesOn
 
-__all__ = ["Arguments", "ClippedOptimizer"]
-
 
 class Arguments(TypedDict, total=False):
     """Those after `params`: torch's and three of faststep, with their lines in docstrings.

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["PassesOn", "unwrapped"]
-
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 

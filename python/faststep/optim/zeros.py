@@ -11,8 +11,6 @@ from torch.utils.dlpack import from_dlpack
 
 from .._torch.dtensor import is_dtensor, like_dtensor, local_of
 
-__all__ = ["Zeros"]
-
 # pickle and copy.deepcopy() of one tensor take its whole slab along, so slabs are small.
 SLAB = 4096  # bytes
 SHARED_BY = 16  # tensors of a size at most

@@ -13,16 +13,6 @@ from torch.utils.data import DataLoader
 
 from . import forward
 
-__all__ = [
-    "Changes",
-    "make_changes",
-    "preloading",
-    "summary",
-    "tune_convolutions",
-    "use_tf32",
-    "zero_to_none",
-]
-
 
 class Changes(TypedDict, total=False):
     """The changes, as JSON has them.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cores", "counted", "fit_threads"]
+from ..memory.groups import folders_of
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -54,26 +54,9 @@ def cores(process: Path, system: Path) -> int:
     for number in allowed:
         siblings = system / f"devices/system/cpu/cpu{number}/topology/thread_siblings_list"
         shared.add(siblings.read_text() if siblings.is_file() else str(number))
-    return max(1, min(len(shared), *_quotas(process, system / "fs" / "cgroup"), 2**30))
-
-
-def _quotas(process: Path, mount: Path) -> list[int]:
-    """The limits of the groups of a process, in whole cores."""
-    try:
-        lines = (process / "cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        top = mount if number == "0" else mount / "cpu"
-        folder = top / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place == top or top in place.parents:
-                found += _quota(place)
-    return found
+    groups = folders_of(process, system / "fs" / "cgroup", "cpu")
+    quotas = [quota for _, group in groups for quota in _quota(group)]
+    return max(1, min(len(shared), *quotas, 2**30))
 
 
 def _quota(group: Path) -> list[int]:

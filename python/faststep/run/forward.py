@@ -10,7 +10,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -21,18 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from ..accumulation import accumulate as begin
 from ..zero import shard
 from ..zero.stage3.blocks import blocks_of
-
-__all__ = [
-    "accumulate",
-    "autocast",
-    "checkpoint_blocks",
-    "compile_models",
-    "freeze_objects",
-    "shard_models",
-    "use_channels_last",
-]
-
-Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 def autocast(dtype: torch.dtype) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .. import _C
 
-__all__ = ["NO_KERNELS", "cuda_is_used", "listed", "why_none"]
-
 NO_KERNELS = "no CUDA kernels of this package can be used here"
 
 

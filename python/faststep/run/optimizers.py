@@ -14,8 +14,6 @@ import torch
 
 from .. import optim
 
-__all__ = ["CLASSES"]
-
 NAMES = (
     *("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
     *("RMSprop", "Rprop", "Adafactor"),

@@ -14,8 +14,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Program", "ProgramError"]
-
 
 class ProgramError(Exception):
     """Why there is nothing to run."""

@@ -9,8 +9,6 @@ import sys
 from .swaps import Swaps
 from .timing import CallTimes, Moment
 
-__all__ = ["Report", "say"]
-
 
 def say(text: str) -> None:
     """A line on stderr, unless nobody can read it: that must not end the program."""

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing import process, spawn
 from typing import Any
 
-__all__ = ["swap_in_spawned"]
-
 # Whose processes run no training: workers of loaders, and servers of managers.
 LEFT = ("torch.utils.data.", "faststep.data.", "multiprocessing.managers")
 

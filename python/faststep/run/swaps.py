@@ -29,16 +29,6 @@ from .kernels import NO_KERNELS, cuda_is_used, listed, why_none
 from .optimizers import CLASSES
 from .timing import CallTimes
 
-__all__ = [
-    "CLIPPING",
-    "LOADERS",
-    "LOSS",
-    "SCALERS",
-    "CudaGradScaler",
-    "HostGradScaler",
-    "Swaps",
-]
-
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 
 

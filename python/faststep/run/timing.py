@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["CallTimes", "Moment"]
-
 ALONE = 3  # objects of a class that have a row each
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "GPTConfig"]
-
 
 @dataclass(frozen=True)
 class GPTConfig:

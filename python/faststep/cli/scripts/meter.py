@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["PHASES", "Meter", "again_and_again", "options"]
-
 PHASES = ("data", "forward", "backward", "clip", "step")
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from .example import parse_example
 from .mapped import map_array
 from .shards import ShardedStream, shard_names
 
-HEAD, TAIL = 12, 4
+HEAD = 12  # bytes of a length and its checksum, before the data
 AT_ONCE = 4096  # records that one call finds
 FAULTS = {
     1: "the file ends in the record's length",
