@@ -18,11 +18,6 @@ from .hooks import living
 from .layout.flat_params import refuse_overlaps
 from .step.slice_optimizer import Kind
 
-__all__ = [
-    *("admit", "device_of", "fused_class_of", "line_of", "named_in", "refuse_taken"),
-    *("taken_by_another", "taken_of"),
-]
-
 _OURS = [kind for name in optim.__all__ if issubclass(kind := getattr(optim, name), FusedOptimizer)]
 _FUSED: dict[type[Any], Any] = {
     **{getattr(torch.optim, kind.__name__, kind): kind for kind in _OURS},

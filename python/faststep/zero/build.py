@@ -34,8 +34,6 @@ from .stage3.watch import Watch
 from .step.slice_optimizer import Kind
 from .transport.group import Group, group_of
 
-__all__ = ["build"]
-
 
 def build(
     model: nn.Module,

@@ -31,8 +31,6 @@ from .step.slice_optimizer import Kind, SliceOptimizer
 from .step.waits import ForwardWaits
 from .transport.group import Group, Pending
 
-__all__ = ["Engine", "Options"]
-
 LAST_BUCKET = 2**20  # bytes; with gather="forward", which needs it first
 
 

@@ -17,8 +17,6 @@ from .hooks.reducer import MOST_UNDER_WAY
 from .layout.cuts import Bucket, Flat, make_buckets
 from .stage3.blocks import blocks_of
 
-__all__ = ["Estimate", "StageMemory", "estimate"]
-
 
 @dataclass(frozen=True)
 class StageMemory:

@@ -14,8 +14,6 @@ from ..grads.hooks import weakly
 from .engine import Engine
 from .transport.group import Group
 
-__all__ = ["JoinableSteps"]
-
 
 class _Shadow(JoinHook):
     """The part of a rank without more data in each step of the others.

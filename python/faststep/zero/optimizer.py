@@ -26,8 +26,6 @@ from .saved.state_dicts import StateDicts
 from .stage3.fully_sharded import adopt
 from .transport.group import Group
 
-__all__ = ["ShardedOptimizer"]
-
 HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",

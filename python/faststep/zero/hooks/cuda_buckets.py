@@ -15,8 +15,6 @@ from ..transport.group import Exchange
 from ..transport.late import refuse_capture
 from .gradient_buckets import GradientBucket
 
-__all__ = ["CudaBucket"]
-
 
 class CudaBucket(GradientBucket):
     """A GradientBucket on a device."""

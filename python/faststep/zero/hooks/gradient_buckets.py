@@ -11,8 +11,6 @@ from ..layout.pages import BufferPool, Pages
 from ..layout.slots import Slot
 from ..transport.group import Exchange, Group, Pending
 
-__all__ = ["GradientBucket"]
-
 
 class GradientBucket:
     """The gradients of a bucket's parameters, in CPU memory.

@@ -25,8 +25,6 @@ from . import living
 from .reducer import Reducer
 from .unowned import Unowned, can_be_trained
 
-__all__ = ["Gradients", "State"]
-
 HAS_FAILED = (
     "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
     "on all ranks: call zero_grad() and go on with the next batch"

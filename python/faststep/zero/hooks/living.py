@@ -14,8 +14,6 @@ from ..layout.slots import Slot
 from ..transport.group import Group
 from .unowned import Unowned
 
-__all__ = ["add", "end", "let_go", "params", "refuse_two", "unowned"]
-
 
 class Passes(Protocol):
     """The gradients of one model.

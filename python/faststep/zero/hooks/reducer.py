@@ -12,8 +12,6 @@ from ..transport.group import Group
 from .gradient_buckets import GradientBucket
 from .use_counts import UseCounts
 
-__all__ = ["Reducer"]
-
 MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes alone
 
 

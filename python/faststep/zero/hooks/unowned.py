@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from ...grads.hooks import Hooked, weakly
 from ..transport.group import Group
 
-__all__ = ["Unowned", "can_be_trained"]
-
 
 class Unowned:
     """The hooks of these parameters.

@@ -10,8 +10,6 @@ from ..layout.slots import Slot
 from ..transport.group import Group, listed
 from ..transport.late import Late
 
-__all__ = ["UseCounts"]
-
 _WHAT = "counting the parameters that were used"
 
 

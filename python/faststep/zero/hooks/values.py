@@ -12,8 +12,6 @@ from ..layout.slots import Slot
 from ..transport.group import Group
 from .gradients import Gradients
 
-__all__ = ["GradientValues"]
-
 
 class GradientValues:
     """The answers of placeholders.

@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ...grads.hooks import weakly
 from .gradients import Gradients
 
-__all__ = ["Wrapper", "check_wrapped"]
-
 
 def check_wrapped(model: DistributedDataParallel) -> None:
     """Raise TypeError for a model whose gradients cannot be taken over."""

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "Bucket", "Flat", "Piece", "Span", "chunks_in", "make_buckets"]
-
 CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
 TOGETHER = 4  # parameters of a module: weights and biases
 ALIGNMENT = 128  # bytes between the starts of parameters are a multiple of this

@@ -23,8 +23,6 @@ from .cuts import Bucket
 from .pages import Pages
 from .slots import Slot
 
-__all__ = ["FlatParams", "refuse_overlaps"]
-
 
 class FlatParams:
     """The memory of a bucket's parameters.

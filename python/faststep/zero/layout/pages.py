@@ -11,8 +11,6 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "Pages"]
-
 _LEAST = 2**20  # bytes; the C library has smaller blocks at hand
 
 

@@ -19,8 +19,6 @@ from ..._torch.tensors import (
     tree_map_only,
 )
 
-__all__ = ["Placeholder"]
-
 _aten = torch.ops.aten
 _REFUSED = object()
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .placeholder import Placeholder
 
-__all__ = ["Part", "Slot"]
-
 
 class Part(NamedTuple):
     """The part of a parameter that this rank owns."""

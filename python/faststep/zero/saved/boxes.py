@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of"]
-
 
 class Box(NamedTuple):
     """A part of a tensor."""

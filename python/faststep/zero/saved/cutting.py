@@ -13,8 +13,6 @@ from ...optim.masters import fitting
 from ..layout.slots import Slot
 from .sliced import SlicedState
 
-__all__ = ["cut_state", "problem_of", "whole_states"]
-
 
 def whole_states(
     states: Mapping[Tensor, dict[str, Any]], keeps_masters: bool = False

@@ -17,8 +17,6 @@ from ..transport.group import Pending
 from .cutting import cut_state, problem_of
 from .sliced import SlicedState
 
-__all__ = ["States", "cut_states", "drop_missing", "load_states", "states_for"]
-
 States = defaultdict[Tensor, dict[str, Any]]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..._torch.tensors import new_wrapper
 from .boxes import Box, boxes_of
 
-__all__ = ["SlicedState"]
-
 _aten = torch.ops.aten
 
 

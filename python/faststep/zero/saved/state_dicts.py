@@ -17,8 +17,6 @@ from ..engine import Engine
 from ..transport.group import Group
 from .gathered import States, drop_missing, load_states, states_for
 
-__all__ = ["StateDicts"]
-
 
 class StateDicts(Optimizer):
     """The part of a sharded optimizer that gathers states, and cuts those that it is given."""

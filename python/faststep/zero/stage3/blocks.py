@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-__all__ = ["announce", "blocks_of", "has_forward", "homes_of", "tied_blocks"]
-
 FEW = 8  # a class of fewer blocks may be one of stages or stacks, which have blocks inside
 TOO_LARGE = 1 / 3  # of the model: a stage or stack that holds more is taken apart
 MOST = 2 / 3  # of a block: what those inside must hold for it

@@ -20,8 +20,6 @@ from ..admitted import taken_by_another
 from ..transport.group import Group
 from .blocks import has_forward, homes_of
 
-__all__ = ["adopt", "check_fully", "follow_successors", "shard_fully"]
-
 # What has been sharded here, for other optimizers of the same model that are sharded later.
 _successors: Any = WeakTensorKeyDictionary()  # of each parameter that fully_shard has replaced
 _sharded: Any = WeakTensorKeyDictionary()  # the optimizer of each of these, weakly, or None

@@ -12,8 +12,6 @@ from ..._torch.tensors import storage_record_of
 from ...grads.hooks import weakly
 from ..transport.group import Group
 
-__all__ = ["Watch"]
-
 
 class Watch:
     """Looks at the model before each forward, and at all ranks before each step.

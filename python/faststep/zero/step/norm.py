@@ -24,8 +24,6 @@ from ..layout.cuts import CHUNK, chunks_in
 from ..layout.slots import Slot
 from ..transport.group import Group
 
-__all__ = ["ChunkSums", "Measured"]
-
 MOST_CODES = 2**13  # squares of sums of so many are exact in float64 for up to 8192 ranks
 MOST_KEPT = 64  # sets of gradients whose places are remembered
 

@@ -34,8 +34,6 @@ from ..transport.group import Group
 from ..transport.late import Late, refuse_capture
 from .norm import ChunkSums, Measured
 
-__all__ = ["Kind", "SliceOptimizer"]
-
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
 
 

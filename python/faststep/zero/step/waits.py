@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from ...grads.hooks import weakly
 
-__all__ = ["ForwardWaits"]
-
 
 def _after_arrival(name: str) -> Any:
     """A method of dict that waits first."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from ..._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
 from ..layout.pages import BufferPool
 
-__all__ = ["Exchange", "Group", "Pending", "group_of", "listed"]
-
 PATIENCE = 10.0  # seconds in which ranks that have failed say so to each other
 
 

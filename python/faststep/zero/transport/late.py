@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ..._torch.optim import is_capturing
 
-__all__ = ["Late", "refuse_capture"]
-
 
 class Late:
     """Values of a tensor on a CUDA device, copied behind what its stream has been given."""
