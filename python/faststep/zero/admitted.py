@@ -14,7 +14,7 @@ from .. import optim
 from .._devices import has_kernels_for
 from .._torch.optim import method_of_script
 from ..optim.base import FusedOptimizer
-from .hooks import living
+from .hooks.gradients import sharded_params
 from .layout.flat_params import refuse_overlaps
 from .step.slice_optimizer import Kind
 
@@ -89,9 +89,9 @@ def named_in(model: nn.Module, params: Iterable[Tensor]) -> list[tuple[str, Tens
 def taken_of(params: Iterable[Tensor]) -> set[int]:
     """Those that are sharded already, by `id`."""
     wanted = set(map(id, params))
-    if wanted & living.params():
+    if wanted & sharded_params():
         gc.collect()  # what sharded them may be gone
-    return wanted & living.params()
+    return wanted & sharded_params()
 
 
 def taken_by_another(what: str) -> TypeError:

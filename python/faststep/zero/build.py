@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.masters import has_master
+from ..optim.masters import fitting, has_master
 from .admitted import (
     admit,
     device_of,
@@ -26,11 +27,9 @@ from .admitted import (
 from .engine import Engine, Options
 from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
-from .saved.cutting import whole_states
 from .saved.gathered import cut_states
 from .stage3.blocks import announce, blocks_of
-from .stage3.fully_sharded import check_fully, follow_successors, shard_fully
-from .stage3.watch import Watch
+from .stage3.fully_sharded import Watch, check_fully, follow_successors, shard_fully
 from .step.slice_optimizer import Kind
 from .transport.group import Group, group_of
 
@@ -130,7 +129,9 @@ def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool) -> FusedOptimi
     options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
     fused = kind([{**options, "params": []}])
     fused.param_groups = optimizer.param_groups
-    fused.state = whole_states(_begun_states(optimizer, keeps_masters), keeps_masters)
+    states = _begun_states(optimizer, keeps_masters)
+    kept = {param: fitting(state, param, keeps_masters) for param, state in states.items()}
+    fused.state = defaultdict(dict, kept)
     fused._keeps_masters = keeps_masters
     return fused
 

@@ -15,8 +15,7 @@ from ..grads.hooks import weakly
 from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
-from .hooks.cuda_buckets import CudaBucket
-from .hooks.gradient_buckets import GradientBucket
+from .hooks.gradient_buckets import CudaBucket, GradientBucket
 from .hooks.gradients import Gradients
 from .hooks.reducer import Reducer
 from .hooks.values import GradientValues
@@ -26,7 +25,7 @@ from .layout.flat_params import FlatParams, refuse_overlaps
 from .layout.pages import BufferPool
 from .layout.placeholder import Placeholder
 from .layout.slots import Part, Slot
-from .saved.cutting import cut_state
+from .saved.sliced import cut_state
 from .step.slice_optimizer import Kind, SliceOptimizer
 from .step.waits import ForwardWaits
 from .transport.group import Group, Pending

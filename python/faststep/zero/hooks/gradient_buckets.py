@@ -9,16 +9,14 @@ from ...grads.add import Addition, add_alike
 from ..layout.cuts import Bucket
 from ..layout.pages import BufferPool, Pages
 from ..layout.slots import Slot
-from ..transport.group import Exchange, Group, Pending
+from ..transport.group import Exchange, Group, Pending, refuse_capture
 
 
 class GradientBucket:
     """The gradients of a bucket's parameters, in CPU memory.
 
     Args:
-        layout: where they lie.
-        slots: its parameters, in the layout's order.
-        group: the ranks.
+        layout: where they lie, in the order of the slots.
         pool: memory of what arrives, that all buckets share.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
@@ -44,9 +42,7 @@ class GradientBucket:
         self._pool = pool
         self._keeps_buffer = keeps_buffer
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
         self._way: Exchange | None = None  # from `send` to `add`
-        self._sent: Tensor | None = None  # that the collective reads
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
         self._earlier: Tensor | None = None  # of the slice, while its memory is needed
@@ -90,16 +86,12 @@ class GradientBucket:
             torch.mul(grad, factor, out=view)
 
     def _view_of(self, slot: Slot) -> Tensor:
-        self._whole()
-        return self._views[slot.place]
+        begin = self.layout.places[slot.place].begin
+        return self._whole().as_strided(slot.shape, slot.strides, begin)
 
     def _whole(self) -> Tensor:
         if self._buffer is None:
-            buffer = self._buffer = self._new_buffer()
-            self._views = [
-                buffer.as_strided(one.shape, one.strides, place.begin)
-                for one, place in zip(self.slots, self.layout.places, strict=True)
-            ]
+            self._buffer = self._new_buffer()
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
@@ -111,13 +103,10 @@ class GradientBucket:
         for slot in self.slots:
             if not slot.arrived:
                 self._view_of(slot).zero_()
-        what = self._what("reducing")
-        self._way = Exchange([], None, Pending(self._group, what, [], []))
         if self.layout.size:
-            self._sent = self._whole()
-            self._way = self._exchange(self._sent, what)
+            self._way = self._exchange(self._whole(), self._what("reducing"))
         if not self._keeps_buffer:
-            self._buffer, self._views = None, []
+            self._buffer = None
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Send the ranks their slices, and let this rank's come in."""
@@ -135,14 +124,12 @@ class GradientBucket:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._way is None:
             return
-        way, self._way, self._sent = self._way, None, None
+        way, self._way = self._way, None
         way.pending.wait()
-        replicas = self._group.replicas
-        if self.values.numel():
-            sums, self._sums = self._folded(way.parts)
-            if replicas is not None:
-                what = self._what("reducing over the replicas")
-                self._replicating = replicas.start_adding(sums, what)
+        sums, self._sums = self._folded(way.parts)
+        if self._group.replicas is not None:
+            what = self._what("reducing over the replicas")
+            self._replicating = self._group.replicas.start_adding(sums, what)
         if way.block is not None:
             self._pool.give_back(way.block)
 
@@ -187,3 +174,62 @@ class GradientBucket:
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name
         return f"{doing} the parameters from {first!r} to {last!r}"
+
+
+class CudaBucket(GradientBucket):
+    """A GradientBucket on a CUDA device: reduced by NCCL, without waiting on the host.
+
+    Work is issued from torch's current stream. NCCL runs it on a stream of its own, behind what the
+    current one has been given. Waiting for it lets the current stream wait. The memory that a
+    collective reads and writes is held until a stream has waited for it.
+    """
+
+    shares_slice = False
+
+    def begin(self) -> None:
+        """Start a backward pass."""
+        refuse_capture()
+        self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
+        super().begin()
+
+    def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
+        """Take over a gradient of this rank, on the stream on which backward has made it."""
+        super().put(slot, grad, again=again)
+        here = torch.cuda.current_stream()
+        if here not in self._streams:
+            self._streams.append(here)
+
+    def _new_buffer(self) -> Tensor:
+        layout = self.layout
+        return torch.empty(layout.size, dtype=layout.dtype, device=self._group.device)
+
+    def _exchange(self, sent: Tensor, what: str) -> Exchange:
+        """Reduce the bucket over the ranks, and let this rank's slice of the sums come in."""
+        apart = self._holds or self._is_wide
+        sums = torch.empty_like(self.values, dtype=sent.dtype) if apart else self.values
+        pending = self._group.reduce_scatter(sums, sent, what)
+        return Exchange([sums], None, pending)
+
+    def _folded(self, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        (sums,) = parts
+        return sums, None if sums is self.values else sums
+
+    def is_there(self) -> bool:
+        """False: ranks receive at the same places of their programs, whatever has arrived."""
+        return False
+
+    def send(self) -> None:
+        """Reduce it over the ranks, behind whatever stream a gradient came from."""
+        here = torch.cuda.current_stream()
+        for stream in self._streams:
+            if stream != here:
+                here.wait_stream(stream)
+        self._streams = []
+        super().send()
+
+    def add(self) -> None:
+        """Let the current stream wait for the sums, and send them to replicas."""
+        if self._way is not None:
+            for tensor in self._way.pending.kept:  # whose memory goes back to its stream
+                tensor.record_stream(torch.cuda.current_stream())
+        super().add()

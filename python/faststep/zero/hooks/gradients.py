@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -21,13 +23,21 @@ from ...grads.hooks import Hooked, weakly
 from ..layout.placeholder import Placeholder
 from ..layout.slots import Slot
 from ..transport.group import Group
-from . import living
 from .reducer import Reducer
 from .unowned import Unowned, can_be_trained
+
+_made = itertools.count()
+_living: weakref.WeakValueDictionary[int, Gradients]  # of all sharded models, in the same order
+_living = weakref.WeakValueDictionary()
 
 HAS_FAILED = (
     "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
     "on all ranks: call zero_grad() and go on with the next batch"
+)
+REACHES_TWO = (
+    "faststep.zero: one backward pass reaches two models that were sharded over the same "
+    "process_group, where their messages could change places: give each a "
+    "torch.distributed.new_group() of its own"
 )
 
 
@@ -74,7 +84,8 @@ class Gradients:
         self.on_unowned: Callable[[], object] = lambda: None
         self.before_exchange: Callable[[str], object] = lambda what: None
         self.unowned = Unowned([], group, lambda: None)
-        self.made = living.add(self)  # the same order on all ranks, as shard() is a collective
+        self.made = next(_made)  # the same on all ranks, as shard() is a collective
+        _living[self.made] = self
 
     @property
     def is_collecting(self) -> bool:
@@ -108,14 +119,15 @@ class Gradients:
         arrived = weakly(self._arrived)
         for slot in slots:
             self._hooks.add(slot.param, slot, arrived)
-        living.let_go([slot.param for slot in slots])
+        for one in _living.values():
+            one.unowned.leave([slot.param for slot in slots])
 
     def reduce_also(self, params: Iterable[Tensor]) -> None:
         """Reduce the gradients of parameters that no sharded optimizer has, too.
 
         Those of frozen ones too, from when they are trained.
         """
-        known = living.params() | living.unowned()
+        known = sharded_params().union(*(one.unowned.ids() for one in _living.values()))
         free = [param for param in params if id(param) not in known and can_be_trained(param)]
         self.unowned = Unowned(free, self.group, weakly(self._note_pass))
 
@@ -169,7 +181,9 @@ class Gradients:
         number = current_backward()
         if number in self.passes:
             return True
-        living.refuse_two(number, self.group)
+        for other in _living.values():
+            if number in other.passes and other.group.process_group is self.group.process_group:
+                raise RuntimeError(REACHES_TWO)
         if self.passes and not is_inside_backward():
             self._fail()  # the pass before, whose end was not seen
         self._recover()
@@ -177,7 +191,7 @@ class Gradients:
             self.on_begin(True)
             self._begin(number)
         self.passes.add(number)
-        after_backward(lambda: living.end(number))
+        after_backward(lambda: _end(number))
         return True
 
     @torch.no_grad()
@@ -345,3 +359,23 @@ class Gradients:
     def _refuse_inside(self, what: str) -> None:
         if self.passes:
             raise RuntimeError(f"faststep.zero: {what} inside of a backward pass; nothing was done")
+
+
+def sharded_params() -> set[int]:
+    """The parameters of all sharded models of this process, by `id`."""
+    return {id(slot.param) for one in _living.values() for slot in one.slots}
+
+
+def _end(number: int) -> None:
+    """Complete a backward pass for all sharded models that it has reached.
+
+    Ranks may reach the models in different orders, and wait for each other in each. The end of a
+    pass that is inside of another is not that of the other, of which nobody hears if all gradients
+    came inside: the next use of the gradients completes it.
+    """
+    ended = [one for one in _living.values() if number in one.passes]
+    for one in ended:
+        one.passes.discard(number)
+    if not is_inside_backward():
+        for one in ended:
+            one.finish()

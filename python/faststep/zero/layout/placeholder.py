@@ -26,28 +26,15 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class Values(Protocol):
-    """Reads and changes the slices."""
+    """Reads and changes the slices; `GradientValues` has the docstrings."""
 
-    def name_of(self, index: int) -> str:
-        """The name of a parameter."""
-
-    def make_zero(self, index: int) -> None:
-        """Set the gradient of a parameter to zero."""
-
-    def change(self, index: int, update: Callable[[Tensor, Cut], object]) -> None:
-        """Change a gradient: each slice by itself, with the part of other tensors beside it."""
-
-    def whole(self, index: int) -> Tensor:
-        """The gradient of a parameter; a collective."""
-
-    def keep(self, index: int, whole: Tensor) -> None:
-        """Let what is written to a whole gradient from now on be its value."""
-
-    def norm(self, index: int, order: float) -> Tensor:
-        """The norm of the gradient of a parameter; a collective."""
-
-    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> object:
-        """Multiply all gradients of a dtype, and look for infinities on all ranks."""
+    def name_of(self, index: int) -> str: ...
+    def make_zero(self, index: int) -> None: ...
+    def change(self, index: int, update: Callable[[Tensor, Cut], object]) -> None: ...
+    def whole(self, index: int) -> Tensor: ...
+    def keep(self, index: int, whole: Tensor) -> None: ...
+    def norm(self, index: int, order: float) -> Tensor: ...
+    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> object: ...
 
 
 class Placeholder(Tensor):

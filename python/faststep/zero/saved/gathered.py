@@ -14,8 +14,7 @@ from ..engine import Engine
 from ..layout.cuts import Bucket
 from ..layout.slots import Slot
 from ..transport.group import Pending
-from .cutting import cut_state, problem_of
-from .sliced import SlicedState
+from .sliced import SlicedState, cut_state
 
 States = defaultdict[Tensor, dict[str, Any]]
 
@@ -163,13 +162,35 @@ def load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
             does not fit. Nothing was loaded, on all ranks.
     """
     found = [(slot, states.get(slot.param, {})) for slot in engine.slots]
-    problems = [text for slot, state in found if (text := problem_of(slot, state))]
+    problems = [text for slot, state in found if (text := _problem_of(slot, state))]
     lines = [f"{slot.name!r} state of {sorted(state)}" for slot, state in found]
     engine.group.meet("load_state_dict()")
     engine.group.check_alike([*lines, problems[0] if problems else ""], "load_state_dict()")
     if problems:
         raise RuntimeError(f"load_state_dict(): {problems[0]}; nothing was loaded")
     cut_states(engine, states)
+
+
+def _problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
+    """Why the state of a parameter cannot be cut for this rank; "" if it can."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key == "step" or not value.dim():
+            continue
+        if value.shape != slot.param.shape:
+            return (
+                f"{key!r} of {slot.name!r} has the shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(slot.param.shape)}"
+            )
+        if isinstance(value, SlicedState):
+            wanted = slot.part and (slot.part.begin, slot.part.values.numel())
+            found = value.part and (value.part[0], value.part[1].numel())
+            if wanted != found or value.stride() != slot.strides:
+                return (
+                    f"{key!r} of {slot.name!r} was cut for other slices; load it by "
+                    "torch.distributed.checkpoint, or take whole states "
+                    "(StateDictOptions(full_state_dict=True))"
+                )
+    return ""
 
 
 def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:

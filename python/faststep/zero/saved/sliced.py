@@ -1,15 +1,22 @@
-"""A whole parameter's state, with the part of this rank, for torch.distributed.checkpoint."""
+"""A whole parameter's state, with the part of this rank, for torch.distributed.checkpoint.
+
+It knows parts of tensors as boxes: ranges of indices in every dimension. What a rank owns of a
+parameter is one range of its memory, which at most two boxes per dimension make up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._torch.tensors import new_wrapper
-from .boxes import Box, boxes_of
+from ...optim.base import FusedOptimizer
+from ...optim.masters import fitting
+from ..layout.slots import Slot
 
 _aten = torch.ops.aten
 
@@ -132,3 +139,71 @@ _CHANGES: dict[Any, Callable[[Tensor, dict[str, Any]], Tensor]] = {
     _aten.new_empty.default: lambda values, _: torch.empty_like(values),
     _aten._to_copy.default: lambda values, options: values.to(options.get("dtype"), copy=True),
 }
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]  # its first index in each dimension
+    sizes: tuple[int, ...]
+    at: int  # where it begins in the range, in elements
+
+
+def boxes_of(begin: int, count: int, sizes: Sequence[int], strides: Sequence[int]) -> Iterator[Box]:
+    """The boxes that make up a range of a tensor's memory, in the order of memory.
+
+    Each box is one piece of memory. `strides` are those of a tensor without gaps.
+    """
+    if not math.prod(sizes):
+        yield Box((0,) * len(sizes), tuple(sizes), 0)
+        return
+    order = sorted(
+        (dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: -strides[dim]
+    )
+    at = 0
+    for offsets, lengths in _cut(begin, begin + count, [sizes[dim] for dim in order]):
+        where, extent = [0] * len(sizes), [1] * len(sizes)
+        for dim, offset, length in zip(order, offsets, lengths, strict=True):
+            where[dim], extent[dim] = offset, length
+        yield Box(tuple(where), tuple(extent), at)
+        at += math.prod(extent)
+
+
+def _cut(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The same for a row-major tensor, as offsets and lengths."""
+    if not sizes:
+        yield [], []
+        return
+    inner = sizes[1:]
+    row = math.prod(inner)
+    while begin < end:
+        first, inside = divmod(begin, row)
+        rows = 0 if inside else (end - begin) // row
+        if rows:
+            yield [first, *[0] * len(inner)], [rows, *inner]
+            begin += rows * row
+            continue
+        stop = min(end, (first + 1) * row)
+        for offsets, lengths in _cut(inside, stop - first * row, inner):
+            yield [first, *offsets], [1, *lengths]
+        begin = stop
+
+
+def cut_state(
+    fused: FusedOptimizer, slot: Slot, state: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """This rank's part of the state of a whole parameter, by its part of the parameter."""
+    whole = fitting(state, slot.param, fused._keeps_masters)
+    if not whole or slot.part is None:
+        return {}
+    numbers = ("step", *fused._numbers)
+    return {slot.part.values: {k: _part_of(v, slot, k in numbers) for k, v in whole.items()}}
+
+
+def _part_of(value: Any, slot: Slot, is_number: bool) -> Any:
+    """A part of a state that has the parameter's shape, a copy of another one."""
+    if isinstance(value, SlicedState):
+        return value.part and value.part[1]
+    if not isinstance(value, Tensor):
+        return value
+    return (value if is_number or value.shape != slot.shape else slot.cut(value)).clone()

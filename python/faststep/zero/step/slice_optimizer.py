@@ -30,8 +30,7 @@ from ...optim.plan_step import PlanStep
 from ...optim.request import Rule, StepAnswer, StepRequest
 from ...optim.step import Stepper
 from ..layout.slots import Part, Slot
-from ..transport.group import Group
-from ..transport.late import Late, refuse_capture
+from ..transport.group import Group, Late, refuse_capture
 from .norm import ChunkSums, Measured
 
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
