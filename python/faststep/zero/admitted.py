@@ -30,8 +30,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def fused_class_of(optimizer: Optimizer) -> Kind:
     """The class whose step makes the same update, with the optimizer's defaults.
 
-    Raises:
-        TypeError: there is none, or a script's code is part of the update.
+    Raises TypeError if there is none, or a script's code is part of the update.
     """
     kind = vars(type(optimizer)).get("_made_from") or type(optimizer)
     base = next((one for one in kind.__mro__ if one in _FUSED), None)
@@ -69,8 +68,7 @@ def line_of(name: str, param: Tensor, place: str, taken: set[int]) -> str:
 def named_in(model: nn.Module, params: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     """Parameters of an optimizer with their names, last ones first, as backward reaches them.
 
-    Raises:
-        ValueError: the model lacks one.
+    Raises ValueError if the model lacks one.
     """
     wanted = {id(param): param for param in params}
     named: list[tuple[str, Tensor]] = [
@@ -134,11 +132,7 @@ def _check(name: str, param: Tensor) -> None:
 
 
 def device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
-    """Where all parameters are.
-
-    Raises:
-        TypeError: they are at several places, or on a device that cannot be used here.
-    """
+    """Where all parameters are; raises TypeError for several places or an unusable device."""
     if not named:
         return torch.device("cpu")
     first, some = named[0]

@@ -27,10 +27,10 @@ from .admitted import (
 from .engine import Engine, Options
 from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
-from .saved.gathered import cut_states
+from .saved.state_dicts import cut_states
 from .stage3.blocks import announce, blocks_of
 from .stage3.fully_sharded import Watch, check_fully, follow_successors, shard_fully
-from .step.slice_optimizer import Kind
+from .step.slice_optimizer import Kind, options_of
 from .transport.group import Group, group_of
 
 
@@ -125,9 +125,7 @@ def _refuse_options(optimizer: Optimizer) -> None:
 
 def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
-    first = optimizer.param_groups[0]
-    options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
-    fused = kind([{**options, "params": []}])
+    fused = kind([{**options_of(optimizer.param_groups[0]), "params": []}])
     fused.param_groups = optimizer.param_groups
     states = _begun_states(optimizer, keeps_masters)
     kept = {param: fitting(state, param, keeps_masters) for param, state in states.items()}

@@ -20,7 +20,7 @@ from .hooks.gradients import Gradients
 from .hooks.reducer import Reducer
 from .hooks.values import GradientValues
 from .hooks.wrapper import Wrapper
-from .layout.cuts import Bucket, Flat, make_buckets
+from .layout.cuts import flats_of, make_buckets
 from .layout.flat_params import FlatParams, refuse_overlaps
 from .layout.pages import BufferPool
 from .layout.placeholder import Placeholder
@@ -52,14 +52,8 @@ class Options(NamedTuple):
 class Engine:
     """The state of a sharded model on one rank.
 
-    Args:
-        kind: the class of the fused optimizer.
-        groups: the script's parameter groups.
-        model: has all parameters.
-        named: the parameters to shard, in the order in which backward is expected to reach them.
-        group: the ranks, two or more.
-        asked: what `shard` was asked for.
-        wrapper: the DistributedDataParallel around the model, if there is one.
+    `kind` makes the fused optimizer. `named` are the parameters to shard, in the order in which
+    backward is expected to reach them.
     """
 
     def __init__(
@@ -97,13 +91,11 @@ class Engine:
 
     def _add_buckets(self, named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
         """Move more parameters into buckets of their own."""
-        flats = [
-            Flat(param.numel(), param.dtype, name.rpartition(".")[0] or None)
-            for name, param in named
-        ]
-        last_bytes = LAST_BUCKET if self._asked.gather == "forward" else None
-        layouts = make_buckets(flats, self.group.world, self._asked.bucket_bytes, last_bytes)
-        self._pool.grow(_block_for(layouts, self.group))
+        group, asked = self.group, self._asked
+        last_bytes = LAST_BUCKET if asked.gather == "forward" else None
+        layouts = make_buckets(flats_of(named), group.world, asked.bucket_bytes, last_bytes)
+        own = max((one.part * one.dtype.itemsize for one in layouts), default=0)
+        self._pool.grow((group.world - group.leaves_out_own) * own)
         first = len(self.slots)
         for layout in layouts:
             members = []
@@ -113,17 +105,11 @@ class Engine:
                 slot.stand_for(Placeholder(tensor, self.values, slot.index))
                 members.append(slot)
                 self.slots.append(slot)
-            is_wide = self._asked.master_weights and has_master(members[0].param)
-            bucket = self._kind(
-                layout,
-                members,
-                self.group,
-                self._pool,
-                self._asked.stage == 1,
-                torch.float32 if is_wide else layout.dtype,
-            )
+            is_wide = asked.master_weights and has_master(members[0].param)
+            sums = torch.float32 if is_wide else layout.dtype
+            bucket = self._kind(layout, members, group, self._pool, asked.stage == 1, sums)
             self.buckets.append(bucket)
-            self._params.append(FlatParams(layout, members, self.group.device))
+            self._params.append(FlatParams(layout, members, group.device))
             self._cut(bucket, self._params[-1])
         return self.slots[first:]
 
@@ -140,11 +126,7 @@ class Engine:
     def follow_groups(self) -> None:
         """Take up what the script has done to its groups, and parameters that are trained by now.
 
-        A collective where parameters have no bucket yet. These get new ones.
-
-        Raises:
-            TypeError, ValueError: one of them cannot be sharded, on all ranks.
-            RuntimeError: the ranks differ in them.
+        A collective where parameters have no bucket yet. These get new ones, or raise on all ranks.
         """
         groups = self.script_groups() or []
         ids = _ids_of(groups)
@@ -262,12 +244,7 @@ class Engine:
         self.waits = ForwardWaits(model, bucket_of, self.wait)
 
     def follow_moves(self) -> None:
-        """Take over parameters whose memory the script has exchanged or shared by `.data`.
-
-        Raises:
-            RuntimeError: one has become something else.
-            TypeError: two of them share memory.
-        """
+        """Take over parameters whose memory the script has exchanged or shared by `.data`."""
         moved = [(number, params.away()) for number, params in enumerate(self._params)]
         if any(away for _, away in moved):
             named = [(slot.name, slot.param) for slot in self.slots]
@@ -286,9 +263,3 @@ class Engine:
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
-
-
-def _block_for(layouts: Sequence[Bucket], group: Group) -> int:
-    """Bytes of what arrives of the slice of any bucket."""
-    own = max((one.part * one.dtype.itemsize for one in layouts), default=0)
-    return (group.world - group.leaves_out_own) * own

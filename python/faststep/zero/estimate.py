@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..optim.masters import begin_state, keys_for
 from .admitted import fused_class_of
 from .hooks.reducer import MOST_UNDER_WAY
-from .layout.cuts import Bucket, Flat, make_buckets
+from .layout.cuts import Bucket, flats_of, make_buckets
 from .stage3.blocks import blocks_of
 
 
@@ -157,13 +157,9 @@ def _sharded(
     keeps_masters: bool,
 ) -> StageMemory:
     """Stage 1, which keeps the memory of whole gradients, or 2."""
-    flats = [
-        Flat(param.numel(), param.dtype, name.rpartition(".")[0] or None)
-        for name, param in reversed(list(model.named_parameters()))
-        if param.requires_grad
-    ]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     on_cuda = any(param.is_cuda for param in model.parameters())
-    buckets = make_buckets(flats, ranks, bucket_bytes)
+    buckets = make_buckets(flats_of(reversed(trained)), ranks, bucket_bytes)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     kept = max(
         sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))

@@ -16,14 +16,10 @@ from .transport.group import Group
 
 
 class _Shadow(JoinHook):
-    """The part of a rank without more data in each step of the others.
-
-    Args:
-        optimizer: a ShardedOptimizer.
-    """
+    """The part of a rank without more data in each step of the others."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        self._optimizer = optimizer  # a ShardedOptimizer
 
     def main_hook(self) -> None:
         """Take part in a backward pass with gradients of zero, or those that no_sync() has left."""

@@ -26,14 +26,11 @@ from .saved.state_dicts import StateDicts
 from .stage3.fully_sharded import adopt
 from .transport.group import Group
 
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+HOOKS = [
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
 
 
 def _refuse_use(optimizer: Optimizer, *_: Any) -> None:

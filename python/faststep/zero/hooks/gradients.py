@@ -257,9 +257,6 @@ class Gradients:
         """After a pass that has failed: forget it, if the script has dropped its gradients.
 
         A collective if other ranks may wait for this one, which lets them know that it has failed.
-
-        Raises:
-            RuntimeError: gradients were not dropped.
         """
         if self._state is not State.FAILED:
             return
@@ -276,13 +273,9 @@ class Gradients:
         self._state, self._number = State.IDLE, None
 
     def complete(self, what: str = "step()") -> None:
-        """Before slices are used: complete a pass, and send what no_sync() has left.
+        """Before `what` uses slices: complete a pass, and send what no_sync() has left.
 
-        Args:
-            what: for which use.
-
-        Raises:
-            RuntimeError: a backward pass has failed, or runs.
+        Raises RuntimeError if a backward pass has failed, or runs.
         """
         self.note_failure()
         if self._state is State.FAILED:
@@ -298,9 +291,6 @@ class Gradients:
         """Before all gradients are used: let the slices have them, those too that a script has set.
 
         A gradient that is set by hand is taken as it is, the same on all ranks.
-
-        Raises:
-            RuntimeError: a backward pass has failed, or runs.
         """
         self.complete()
         grads = [(s, s.param.grad) for s in self.slots if not s.is_present]

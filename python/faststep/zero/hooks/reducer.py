@@ -67,9 +67,6 @@ class Reducer:
             has_failed: what arrives is dropped, and the other ranks hear of that.
             waits: this rank must know of failures at once, on a CUDA device too.
             says: this rank has gradients of parameters without a slot.
-
-        Raises:
-            RuntimeError: the pass has failed on another rank.
         """
         self.took_all = False
         while self._next < len(self._buckets):

@@ -40,11 +40,7 @@ _wrappers = weakref.WeakKeyDictionary()
 
 
 class Wrapper:
-    """The hooks of a model, which all sharded optimizers of its parameters share.
-
-    Args:
-        model: the model, whose buckets are used no more.
-    """
+    """The hooks of a model, which all sharded optimizers of its parameters share."""
 
     @staticmethod
     def of(model: DistributedDataParallel, gradients: Gradients) -> Wrapper:

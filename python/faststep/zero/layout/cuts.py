@@ -8,10 +8,11 @@ exchange nothing but chunks' sums to get a norm with the same bits as one proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
 TOGETHER = 4  # parameters of a module: weights and biases
@@ -66,6 +67,11 @@ class Bucket(NamedTuple):
             first, last = max(begin, low), min(begin + size, high)
             if first < last:
                 yield Piece(place, first - begin, last - first, first)
+
+
+def flats_of(named: Iterable[tuple[str, Tensor]]) -> list[Flat]:
+    """Parameters with their names, as the layout needs to know them."""
+    return [Flat(p.numel(), p.dtype, name.rpartition(".")[0] or None) for name, p in named]
 
 
 def chunks_in(count: int) -> int:

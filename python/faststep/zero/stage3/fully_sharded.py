@@ -28,14 +28,7 @@ _sharded: Any = WeakTensorKeyDictionary()  # the optimizer of each of these, wea
 
 
 def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Module]) -> None:
-    """Raise for what fully_shard would refuse when a part of the model is sharded already.
-
-    Raises:
-        TypeError: a block or a parameter of the wrong kind, a parameter of another sharded
-            optimizer, or one that is used inside of a block and outside of it.
-        ValueError: a block that is not one of the model's, or is there twice.
-        RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
-    """
+    """Raise for what fully_shard would refuse when a part of the model is sharded already."""
     _refuse_blocks(model, blocks)
     for name, param in model.named_parameters():
         problem = ""
@@ -112,7 +105,8 @@ def shard_fully(
     if places:
         group.broadcast([*(param.detach() for param, *_ in places), *model.buffers()])
         mesh = DeviceMesh.from_group(group.process_group, places[0][0].device.type)
-        for module in (*sorted(blocks, key=_size), model):  # those inside of others first
+        inner_first = sorted(blocks, key=lambda block: sum(1 for _ in block.modules()))
+        for module in (*inner_first, model):
             if any(param not in _sharded for param in module.parameters()):
                 fully_shard(module, mesh=mesh)
     for param, module, name in places:
@@ -130,12 +124,7 @@ def _owner_of(param: Tensor) -> Optimizer | None:
 
 
 def adopt(optimizer: Optimizer, params: list[Tensor]) -> None:
-    """Let the optimizer have the parameters of a new group, which were sharded with the model.
-
-    Raises:
-        RuntimeError: one was not.
-        TypeError: one is another optimizer's.
-    """
+    """Let the optimizer have the parameters of a new group, which were sharded with the model."""
     params[:] = [_successors.get(param, param) for param in params]
     for param in params:
         if param not in _sharded:
@@ -147,11 +136,6 @@ def adopt(optimizer: Optimizer, params: list[Tensor]) -> None:
             raise taken_by_another("a parameter of the new group")
     for param in params:
         _sharded[param] = weakref.ref(optimizer)
-
-
-def _size(module: nn.Module) -> int:
-    """How many modules there are in one."""
-    return sum(1 for _ in module.modules())
 
 
 def _refuse_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -195,12 +179,6 @@ class Watch:
     fully_shard reduces those gradients of a block that a rank has, side by side, and gathers the
     parameters of whatever block a rank calls. So ranks that use different parameters, or blocks in
     different orders, get a mixture where the sizes happen to fit.
-
-    Args:
-        model: the model, after `fully_shard`.
-        blocks: those that were sharded one by one.
-        optimizer: whose gradients are compared.
-        group: the ranks.
     """
 
     def __init__(

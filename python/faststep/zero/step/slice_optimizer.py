@@ -89,11 +89,6 @@ class SliceStates(defaultdict[Tensor, dict[str, Any]]):
 class SliceOptimizer:
     """Steps what this rank owns, with the options of the script's parameter groups.
 
-    Args:
-        kind: the optimizer's class.
-        group: the ranks.
-        keeps_masters: low-precision parameters have fp32 masters.
-
     Attributes:
         fused: the optimizer that has the states.
         slots: all parameters that are stepped, in the order of the groups.
@@ -118,7 +113,7 @@ class SliceOptimizer:
         self._sums = ChunkSums(self.slots, self._group)
         self._names = [[slot.name for slot, _ in _owned(members)] for members in grouped]
         self.fused.param_groups = [
-            {**_options(group), "params": [part.values for _, part in _owned(members)]}
+            {**options_of(group), "params": [part.values for _, part in _owned(members)]}
             for group, members in zip(groups, grouped, strict=True)
         ]
         self._group_of = {
@@ -135,7 +130,7 @@ class SliceOptimizer:
         """The rules of all groups, by what the script's groups say now."""
         fused = self.fused
         for group, script, names in zip(fused.param_groups, self.groups, self._names, strict=True):
-            group.update(_options(script))
+            group.update(options_of(script))
             group["param_names"] = names
         return fused._rules()
 
@@ -285,5 +280,6 @@ def _owned(slots: Iterable[Slot]) -> list[tuple[Slot, Part]]:
     return [(slot, slot.part) for slot in slots if slot.part is not None]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

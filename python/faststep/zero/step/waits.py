@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...grads.hooks import weakly
 
@@ -70,7 +70,6 @@ class ForwardWaits:
     """The hooks of one model.
 
     Args:
-        model: the module that is sharded.
         bucket_of: the bucket of each parameter, by its `id`.
         wait: waits until these buckets have arrived; all of them for None.
     """
@@ -83,12 +82,14 @@ class ForwardWaits:
     ) -> None:
         self._model = weakref.ref(model)
         self._wait = wait
-        self._own = {
-            module: _buckets_of(module.parameters(recurse=False), bucket_of)
-            for module in model.modules()
-        }
+        self._own: dict[nn.Module, set[int]] = {}
         self._users: dict[int, list[nn.Module]] = {}
-        for module, own in self._own.items():
+        for module in model.modules():
+            own = self._own[module] = {
+                bucket_of[id(param)]
+                for param in module.parameters(recurse=False)
+                if id(param) in bucket_of
+            }
             for bucket in own:
                 self._users.setdefault(bucket, []).append(module)
         self._needs: dict[nn.Module, set[int]] | None = None  # None until the first forward is over
@@ -158,7 +159,3 @@ class ForwardWaits:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
-
-
-def _buckets_of(params: Iterable[Tensor], bucket_of: Mapping[int, int]) -> set[int]:
-    return {bucket_of[id(param)] for param in params if id(param) in bucket_of}

@@ -35,11 +35,7 @@ class Pending:
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """Return when all have arrived.
-
-        Raises:
-            RuntimeError: a rank has gone, or did not send in time.
-        """
+        """Return when all have arrived; raises if a rank has gone, or did not send in time."""
         with self.group.saying(self.what):
             for work in self.works:
                 work.wait()
@@ -61,16 +57,12 @@ class Group:
         group: the ranks that share the slices.
         timeout: seconds in which all ranks must come to what needs all of them, beside training.
         replicas: the ranks of other such groups that own the same slices, if there are any.
-
-    Attributes:
-        process_group: as torch knows it.
-        device: where messages are.
     """
 
     def __init__(self, group: Any, timeout: float, replicas: Group | None = None) -> None:
         self.process_group = group
         self.timeout = timeout
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu")  # where messages are
         if not backend_for(group, "cpu"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank: int = dist.get_rank(group)
@@ -83,10 +75,8 @@ class Group:
         """Return when all ranks have come here, replicas too, before anything is sent.
 
         For what some ranks may leave out by mistake, and what is not a part of training, where a
-        slow rank may take as long as the group allows.
-
-        Raises:
-            RuntimeError: a rank did not come in time, or came for another thing; on all that came.
+        slow rank may take as long as the group allows. Raises RuntimeError on all that came if a
+        rank did not come in time, or came for another thing.
         """
         try:
             said = meet(self.process_group, what, self.timeout)
@@ -163,11 +153,7 @@ class Group:
         return self.rank == 0 or self.world == 2
 
     def use_device(self, device: torch.device) -> None:
-        """Send everything from a device, replicas too: by NCCL from a CUDA device.
-
-        Raises:
-            TypeError: a group has another backend for it.
-        """
+        """Send everything from a device, replicas too; a CUDA device needs NCCL."""
         for group in filter(None, (self, self.replicas)):
             backend = backend_for(group.process_group, device.type)
             if device.type == "cpu" and not backend:
@@ -299,11 +285,7 @@ def _difference(described: Sequence[Sequence[str]]) -> str:
 
 
 def group_of(process_group: Any, replicate_group: Any, timeout: float) -> Group | None:
-    """The ranks to share with; None for a single one.
-
-    Raises:
-        ValueError: this process is not in the group; groups do not fit together.
-    """
+    """The ranks to share with; None for a single one. Raises for groups that do not fit."""
     if replicate_group is not None and process_group is None:
         raise ValueError(
             "shard(): replicate_group needs process_group, the ranks among which slices are cut"
