@@ -136,19 +136,19 @@ def device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
     if not named:
         return torch.device("cpu")
     first, some = named[0]
-    problem = ""
-    for name, param in named:
-        if param.device != some.device and not problem:
-            problem = f", and {name!r} on {param.device}: all must be in one memory"
-    if some.is_cuda and some.device.index != torch.cuda.current_device() and not problem:
+    elsewhere = [(name, param) for name, param in named if param.device != some.device]
+    if elsewhere:
+        name, param = elsewhere[0]
+        problem = f", and {name!r} on {param.device}: all must be in one memory"
+    elif some.is_cuda and some.device.index != torch.cuda.current_device():
         problem = (
             f", and the current device is cuda:{torch.cuda.current_device()}: call "
             "torch.cuda.set_device(local_rank) first"
         )
-    if some.is_cuda and not problem and not has_kernels_for(some):
+    elif some.is_cuda and not has_kernels_for(some):
         problem = ", which faststep cannot use: `python -m faststep info` says why"
-    if problem:
-        raise TypeError(
-            f"shard(): parameter {first!r} is on {some.device}{problem}; nothing was changed"
-        )
-    return some.device
+    else:
+        return some.device
+    raise TypeError(
+        f"shard(): parameter {first!r} is on {some.device}{problem}; nothing was changed"
+    )

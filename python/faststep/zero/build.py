@@ -15,15 +15,7 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import fitting, has_master
-from .admitted import (
-    admit,
-    device_of,
-    fused_class_of,
-    line_of,
-    named_in,
-    refuse_taken,
-    taken_of,
-)
+from .admitted import admit, device_of, fused_class_of, line_of, named_in, refuse_taken, taken_of
 from .engine import Engine, Options
 from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
@@ -60,7 +52,8 @@ def build(
         process_group = wrapper.process_group if process_group is None else process_group
     if stage == 3:
         follow_successors(optimizer)
-    named = _named(model, optimizer)
+    # The parameters that get gradients, last ones first, as backward reaches them.
+    named = [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
         fused = _fused(kind, optimizer, asked.master_weights)
@@ -143,11 +136,6 @@ def _begun_states(optimizer: Optimizer, keeps_masters: bool) -> dict[Tensor, dic
         if is_low and state.get("step") == 0 and bool((sums == torch.full_like(sums, first)).all()):
             state["sum"] = torch.full_like(sums, first, dtype=torch.float32)
     return optimizer.state
-
-
-def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """The optimizer's parameters that get gradients, last ones first, as backward reaches them."""
-    return [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
 
 
 def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.optim import increment_version, set_grad_dtype
+from .._torch.optim import increment_version
 from ..grads.hooks import weakly
 from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
@@ -21,10 +21,10 @@ from .hooks.reducer import Reducer
 from .hooks.values import GradientValues
 from .hooks.wrapper import Wrapper
 from .layout.cuts import flats_of, make_buckets
-from .layout.flat_params import FlatParams, refuse_overlaps
+from .layout.flat_params import refuse_overlaps
 from .layout.pages import BufferPool
 from .layout.placeholder import Placeholder
-from .layout.slots import Part, Slot
+from .layout.slots import Slot
 from .saved.sliced import cut_state
 from .step.slice_optimizer import Kind, SliceOptimizer
 from .step.waits import ForwardWaits
@@ -74,13 +74,12 @@ class Engine:
         self._pool = BufferPool(0)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
-        self._params: list[FlatParams] = []  # per bucket
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.slices = SliceOptimizer(kind, group, asked.master_weights)
-        self._reducer = Reducer(self.slots, self.buckets, group, self._pool)
-        self.gradients = Gradients(self.slots, self._reducer, group)
+        reducer = Reducer(self.slots, self.buckets, group, self._pool)
+        self.gradients = Gradients(self.slots, reducer, group)
         self.values = GradientValues(self.slots, self.gradients, group, weakly(self._unscale))
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
@@ -109,19 +108,7 @@ class Engine:
             sums = torch.float32 if is_wide else layout.dtype
             bucket = self._kind(layout, members, group, self._pool, asked.stage == 1, sums)
             self.buckets.append(bucket)
-            self._params.append(FlatParams(layout, members, group.device))
-            self._cut(bucket, self._params[-1])
         return self.slots[first:]
-
-    def _cut(self, bucket: GradientBucket, params: FlatParams) -> None:
-        """Cut what this rank owns out of parameters and slices."""
-        start = bucket.layout.slice_of(self.group.rank).start
-        for place, begin, count, at in bucket.layout.pieces_of(self.group.rank):
-            slot = bucket.slots[place]
-            grad = bucket.values[at - start : at - start + count]
-            values = params.piece(at, count)
-            set_grad_dtype(values, None)  # that of the slice
-            slot.part = Part(values, grad, begin)
 
     def follow_groups(self) -> None:
         """Take up what the script has done to its groups, and parameters that are trained by now.
@@ -166,7 +153,7 @@ class Engine:
         self.wait(None)
         first = len(self.buckets)
         slots = self._add_buckets(named)
-        self.group.broadcast([params.flat for params in self._params[first:]])
+        self.group.broadcast([bucket.params.flat for bucket in self.buckets[first:]])
         for slot in slots:
             state = self.frozen_states.pop(slot.param, {})
             self.slices.fused.state.update(cut_state(self.slices.fused, slot, state))
@@ -185,7 +172,7 @@ class Engine:
 
     def share(self, others: Sequence[Tensor]) -> None:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
-        self.group.broadcast([*(params.flat for params in self._params), *others])
+        self.group.broadcast([*(bucket.params.flat for bucket in self.buckets), *others])
 
     def _unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
@@ -217,10 +204,9 @@ class Engine:
 
         With gather="forward" the rest of the program waits for it.
         """
-        for number in reversed(range(len(self.buckets))):
-            if any(slot.held for slot in self.buckets[number].slots):
-                bucket, flat = self.buckets[number], self._params[number].flat
-                self._under_way[number] = bucket.gather(flat, number)
+        for number, bucket in reversed(list(enumerate(self.buckets))):
+            if any(slot.held for slot in bucket.slots):
+                self._under_way[number] = bucket.gather(number)
                 if self.waits is not None:
                     self.waits.cover(number)
         if self.waits is None:
@@ -234,7 +220,7 @@ class Engine:
         for number in list(self._under_way) if buckets is None else buckets:
             if (pending := self._under_way.pop(number, None)) is not None:
                 pending.wait()
-                self._params[number].arrived()
+                self.buckets[number].params.arrived()
         if self.waits is not None and not self._under_way:
             self.waits.uncover()
 
@@ -245,14 +231,14 @@ class Engine:
 
     def follow_moves(self) -> None:
         """Take over parameters whose memory the script has exchanged or shared by `.data`."""
-        moved = [(number, params.away()) for number, params in enumerate(self._params)]
+        moved = [(number, bucket.params.away()) for number, bucket in enumerate(self.buckets)]
         if any(away for _, away in moved):
             named = [(slot.name, slot.param) for slot in self.slots]
             refuse_overlaps(named, "faststep.zero", "updated")
         for number, away in moved:
             if away:
                 self.wait([number])
-                self._params[number].follow(away)
+                self.buckets[number].params.follow(away)
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""

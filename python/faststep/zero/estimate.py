@@ -187,8 +187,8 @@ def _passing(
     parts = 0 if on_cuda else ranks - (ranks == 2)
     now = peak = sum(whole) - sum(sent) + sum(kept_sums) * on_cuda  # on a device they stay
     gradients = now + sum(slices)
+    # Blocks for what arrives are given by how much of each was written.
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
-    blocks: list[int] = []  # for what arrives: how much of each was written
     free: deque[int] = deque()
 
     def receive() -> None:
@@ -208,13 +208,9 @@ def _passing(
         now = before + sent[number]
         while under_way and sum(whole[n] for n, _ in under_way) + whole[number] > MOST_UNDER_WAY:
             receive()
-        if not free:
-            free.append(len(blocks))
-            blocks.append(0)
-        block = free.popleft()
-        now += max(0, parts * own[number] - blocks[block])
-        blocks[block] = max(blocks[block], parts * own[number])
-        under_way.append((number, block))
+        block = free.popleft() if free else 0
+        now += max(0, parts * own[number] - block)
+        under_way.append((number, max(block, parts * own[number])))
     while under_way:
         receive()
     return gradients, max(0, peak - gradients)

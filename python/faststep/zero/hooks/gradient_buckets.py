@@ -1,19 +1,23 @@
-"""One bucket of gradients: filled by hooks, reduced over the ranks, kept as this rank's slice."""
+"""A bucket: its gradients are filled in by hooks, reduced over the ranks, and kept as this rank's
+slice; its parameters are gathered.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..._torch.optim import set_grad_dtype
 from ...grads.add import Addition, add_alike
 from ..layout.cuts import Bucket
+from ..layout.flat_params import FlatParams
 from ..layout.pages import BufferPool, Pages
-from ..layout.slots import Slot
+from ..layout.slots import Part, Slot
 from ..transport.group import Exchange, Group, Pending, refuse_capture
 
 
 class GradientBucket:
-    """The gradients of a bucket's parameters, in CPU memory.
+    """Parameters in one piece of CPU memory, and their gradients.
 
     Args:
         layout: where they lie, in the order of the slots.
@@ -46,14 +50,19 @@ class GradientBucket:
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
         self._earlier: Tensor | None = None  # of the slice, while its memory is needed
-        own = layout.slice_of(group.rank)
         self._slice: Pages | None = None  # memory of its own
         self._is_wide = sums != layout.dtype
         if keeps_buffer and self.shares_slice and not self._is_wide:
-            self.values = self._whole()[own]  # of this rank's slice
+            self.values = self._whole()[layout.slice_of(group.rank)]  # of this rank's slice
         else:
-            self._slice = Pages(own.stop - own.start, sums, group.device)
+            self._slice = Pages(layout.part, sums, group.device)
             self.values = self._slice.tensor
+        self.params = FlatParams(layout, slots, group.device)
+        for place, begin, count, at in layout.pieces_of(group.rank):
+            grad = self.values[at - layout.part * group.rank :][:count]
+            values = self.params.piece(at, count)
+            set_grad_dtype(values, None)  # that of the slice
+            slots[place].part = Part(values, grad, begin)
 
     def begin(self) -> None:
         """Start a backward pass."""
@@ -167,9 +176,9 @@ class GradientBucket:
             self.values.add_(self._sums)
         self._replicating = self._sums = None
 
-    def gather(self, flat: Tensor, tag: int) -> Pending:
+    def gather(self, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
-        return self._group.gather(flat, tag, self._what("gathering"))
+        return self._group.gather(self.params.flat, tag, self._what("gathering"))
 
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name

@@ -80,10 +80,7 @@ def chunks_in(count: int) -> int:
 
 
 def make_buckets(
-    params: Sequence[Flat],
-    world: int,
-    bucket_bytes: float,
-    last_bytes: float | None = None,
+    params: Sequence[Flat], world: int, bucket_bytes: float, last_bytes: float | None = None
 ) -> list[Bucket]:
     """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,11 +68,7 @@ class SlicedState(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         change = _CHANGES.get(func)
         if change is not None and isinstance(args[0], SlicedState):
@@ -96,20 +92,22 @@ class SlicedState(Tensor):
 
     # ---- what torch.distributed.checkpoint asks, by the names of its protocol
 
-    def _boxes(self) -> Iterator[tuple[Box, Tensor]]:
+    def _boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """The offsets and elements of each box."""
         if self.part is None:
             return
         begin, values = self.part
-        for box in boxes_of(begin, values.numel(), self.size(), self.stride()):
-            start = values.storage_offset() + box.at
-            yield box, values.as_strided(box.sizes, self.stride(), start)
+        start = values.storage_offset()
+        for offsets, sizes in boxes_of(begin, values.numel(), self.size(), self.stride()):
+            yield offsets, values.as_strided(sizes, self.stride(), start)
+            start += math.prod(sizes)
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box, _ in self._boxes()
+            ChunkStorageMetadata(torch.Size(offsets), values.size())
+            for offsets, values in self._boxes()
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
@@ -126,8 +124,8 @@ class SlicedState(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for box, values in self._boxes():
-            if box.offsets == tuple(index.offset):
+        for offsets, values in self._boxes():
+            if offsets == tuple(index.offset):
                 return values
         raise ValueError(f"this rank has no part of {index.fqn!r} at {tuple(index.offset)}")
 
@@ -141,32 +139,25 @@ _CHANGES: dict[Any, Callable[[Tensor, dict[str, Any]], Tensor]] = {
 }
 
 
-class Box(NamedTuple):
-    """A part of a tensor."""
-
-    offsets: tuple[int, ...]  # its first index in each dimension
-    sizes: tuple[int, ...]
-    at: int  # where it begins in the range, in elements
-
-
-def boxes_of(begin: int, count: int, sizes: Sequence[int], strides: Sequence[int]) -> Iterator[Box]:
+def boxes_of(
+    begin: int, count: int, sizes: Sequence[int], strides: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The boxes that make up a range of a tensor's memory, in the order of memory.
 
-    Each box is one piece of memory. `strides` are those of a tensor without gaps.
+    They are given by their offsets and sizes. Each is one piece of memory. `strides` are those of a
+    tensor without gaps.
     """
     if not math.prod(sizes):
-        yield Box((0,) * len(sizes), tuple(sizes), 0)
+        yield (0,) * len(sizes), tuple(sizes)
         return
     order = sorted(
         (dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: -strides[dim]
     )
-    at = 0
     for offsets, lengths in _cut(begin, begin + count, [sizes[dim] for dim in order]):
         where, extent = [0] * len(sizes), [1] * len(sizes)
         for dim, offset, length in zip(order, offsets, lengths, strict=True):
             where[dim], extent[dim] = offset, length
-        yield Box(tuple(where), tuple(extent), at)
-        at += math.prod(extent)
+        yield tuple(where), tuple(extent)
 
 
 def _cut(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

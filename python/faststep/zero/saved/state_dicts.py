@@ -173,7 +173,7 @@ def _sliced_states(engine: Engine) -> States:
     made: States = defaultdict(dict)
     for slot in engine.slots:
         if not (entries := entries_of.get(slot.index)):
-            if not engine.slices.has_states(slot):
+            if not engine.slices.keys_of(slot.param):
                 made[slot.param] = {}  # as in torch, where such a class has empty states
             continue
         part, own = slot.part, {} if slot.part is None else states[slot.part.values]

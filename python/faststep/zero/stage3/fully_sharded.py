@@ -80,10 +80,7 @@ def _refuse_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def shard_fully(
-    model: nn.Module,
-    optimizer: Optimizer,
-    group: Group,
-    blocks: Sequence[nn.Module],
+    model: nn.Module, optimizer: Optimizer, group: Group, blocks: Sequence[nn.Module]
 ) -> None:
     """Shard the blocks, then the rest of the model, and let the optimizer have the new parameters.
 

@@ -97,7 +97,7 @@ class SliceOptimizer:
     def __init__(self, kind: Kind, group: Group, keeps_masters: bool) -> None:
         self.fused = kind([{"params": []}])
         self.fused._keeps_masters = keeps_masters
-        self.fused.state = SliceStates(self._keys_of)
+        self.fused.state = SliceStates(self.keys_of)
         self._stepper = self.fused._stepper = Stepper()
         self._group = group
         self._on_host = group.device.type == "cpu"
@@ -136,14 +136,10 @@ class SliceOptimizer:
 
     # ---- states
 
-    def _keys_of(self, param: Tensor) -> tuple[str, ...] | None:
+    def keys_of(self, param: Tensor) -> tuple[str, ...] | None:
         """The names of the states of a parameter that is sharded; None for another tensor."""
         number = self._group_of.get(id(param))
         return None if number is None else keys_for(self.take_options()[number], param)
-
-    def has_states(self, slot: Slot) -> bool:
-        """True if the class keeps states of a parameter."""
-        return bool(self._keys_of(slot.param))
 
     def new_states(self) -> dict[Tensor, dict[str, Any]]:
         """The states that the parts have before their first step, which get none by this."""
@@ -161,12 +157,7 @@ class SliceOptimizer:
     # ---- steps
 
     def step(self, request: StepRequest) -> tuple[StepAnswer, bool]:
-        """Update this rank's slices; returns whether they may have changed too. A collective.
-
-        Raises:
-            TypeError, RuntimeError, KeyError: a tensor or an option cannot be used; nothing was
-                updated on this rank.
-        """
+        """Update this rank's slices; returns whether they may have changed too. A collective."""
         if not self._on_host:
             refuse_capture()
         self.end()

@@ -26,7 +26,8 @@ def _after_arrival(name: str) -> Any:
     plain = getattr(dict, name)
 
     def method(self: _Arriving, *args: Any) -> Any:
-        self._arrive()
+        self._wait()
+        self.put_back()
         return plain(self, *args)
 
     return method
@@ -50,10 +51,6 @@ class _Arriving(dict[str, Any]):
             self._plain.clear()
             self._plain.update(super().items())
             vars(module)["_parameters"] = self._plain
-
-    def _arrive(self) -> None:
-        self._wait()
-        self.put_back()
 
     __getitem__, get, items, values, copy = map(
         _after_arrival, ("__getitem__", "get", "items", "values", "copy")

@@ -254,7 +254,10 @@ class Group:
         described = self.share(list(lines))
         if self.replicas is not None:  # each of them has described its own group
             described = [one for some in self.replicas.share(described) for one in some]
-        raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
+        lines_of_all = itertools.zip_longest(*described, fillvalue="nothing")
+        number, here = next(one for one in enumerate(lines_of_all) if len(set(one[1])) > 1)
+        who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
+        raise RuntimeError(f"{caller}: the ranks differ, first in number {number}: {who}")
 
     def _largest(self, numbers: Tensor, what: str) -> None:
         self.start_adding(numbers, what, op=dist.ReduceOp.MAX).wait()
@@ -273,15 +276,6 @@ def _elsewhere(said: Mapping[int, str | None], what: str, did: str, absence: str
     others = {rank: other for rank, other in said.items() if other not in (None, what)}
     hints = [f"rank {rank} {did} {other}" for rank, other in others.items()]
     return [absence.format(listed(absent)), *hints] if absent else hints
-
-
-def _difference(described: Sequence[Sequence[str]]) -> str:
-    """The first line in which ranks differ."""
-    for index, here in enumerate(itertools.zip_longest(*described, fillvalue="nothing")):
-        if len(set(here)) > 1:
-            who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
-            return f", first in number {index}: {who}"
-    return ""
 
 
 def group_of(process_group: Any, replicate_group: Any, timeout: float) -> Group | None:
