@@ -20,8 +20,7 @@ from .step.slice_optimizer import Kind
 
 _OURS = [kind for name in optim.__all__ if issubclass(kind := getattr(optim, name), FusedOptimizer)]
 _FUSED: dict[type[Any], Any] = {
-    **{getattr(torch.optim, kind.__name__, kind): kind for kind in _OURS},
-    **dict(zip(_OURS, _OURS, strict=True)),
+    one: kind for kind in _OURS for one in (kind, getattr(torch.optim, kind.__name__, kind))
 }
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

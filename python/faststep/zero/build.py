@@ -59,7 +59,10 @@ def build(
         fused = _fused(kind, optimizer, asked.master_weights)
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
-    _check_alike(group, model, optimizer, str(asked) + wrapped)
+    taken = taken_of(params_of(optimizer))
+    group.meet("shard()")
+    group.check_alike([str(asked) + wrapped, *_described(model, optimizer, taken)])
+    refuse_taken(model.named_parameters(), taken)
     if stage == 3:
         fused = _fused(kind, optimizer, asked.master_weights)
         return _fully(model, optimizer, fused, max_grad_norm, group, blocks)
@@ -87,7 +90,6 @@ def _fully(
     group: Group,
     blocks: Sequence[nn.Module] | None,
 ) -> ShardedOptimizer:
-    """Stage 3."""
     is_default = blocks is None
     blocks = blocks_of(model) if blocks is None else blocks
     check_fully(model, optimizer, blocks)
@@ -98,14 +100,6 @@ def _fully(
     made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=check)
     made.blocks = sharded
     return made
-
-
-def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
-    """Raise on every rank if the ranks differ, or a parameter is sharded on one of them."""
-    taken = taken_of(params_of(optimizer))
-    group.meet("shard()")
-    group.check_alike([asked, *_described(model, optimizer, taken)])
-    refuse_taken(model.named_parameters(), taken)
 
 
 def _refuse_options(optimizer: Optimizer) -> None:

@@ -65,7 +65,6 @@ class GradientBucket:
             slots[place].part = Part(values, grad, begin)
 
     def begin(self) -> None:
-        """Start a backward pass."""
         self.missing = sum(slot.param.requires_grad for slot in self.slots)
         if self._slice is None:
             self._earlier = self.values.clone() if self._holds else None
@@ -196,7 +195,6 @@ class CudaBucket(GradientBucket):
     shares_slice = False
 
     def begin(self) -> None:
-        """Start a backward pass."""
         refuse_capture()
         self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
         super().begin()

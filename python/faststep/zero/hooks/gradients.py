@@ -42,30 +42,18 @@ REACHES_TWO = (
 
 
 class State(enum.Enum):
-    """The state of the gradients since the last zero_grad(); docs/decisions/zero.md has the events.
+    """The state of gradients since the last zero_grad(); docs/decisions/zero.md has the events."""
 
-    Attributes:
-        IDLE: there are none.
-        COLLECTING: this rank has some that were not all reduced: those of a backward pass that is
-            under way, or that no_sync() has left.
-        REDUCED: the slices have the sums of all ranks.
-        FAILED: a backward pass did not end, here or on another rank.
-    """
-
-    IDLE = enum.auto()
+    IDLE = enum.auto()  # there are none
+    # This rank has some that were not all reduced: those of a backward pass that is under way, or
+    # that no_sync() has left.
     COLLECTING = enum.auto()
-    REDUCED = enum.auto()
-    FAILED = enum.auto()
+    REDUCED = enum.auto()  # the slices have the sums of all ranks
+    FAILED = enum.auto()  # a backward pass did not end, here or on another rank
 
 
 class Gradients:
-    """The hooks of one model, and its buckets.
-
-    Attributes:
-        on_begin: called when a pass begins to send, with False if it is the step that sends.
-        on_unowned: called after a pass with gradients of parameters without a sharded optimizer.
-        before_exchange: called with what is about to be sent beside backward and step.
-    """
+    """The hooks of one model, and its buckets."""
 
     is_wrapped = False  # whether forwards of DistributedDataParallel say which pass is reduced
     expects_backward = True
@@ -80,8 +68,11 @@ class Gradients:
         self._quiet = 0  # nested no_sync() contexts
         self._hooks: Hooked[Slot] = Hooked()
         self.changes = 0  # of the slices
+        # Called when a pass begins to send, with False if it is the step that sends.
         self.on_begin: Callable[[bool], object] = lambda is_backward: None
+        # After a pass with gradients of parameters without a sharded optimizer.
         self.on_unowned: Callable[[], object] = lambda: None
+        # With what is about to be sent beside backward and step.
         self.before_exchange: Callable[[str], object] = lambda what: None
         self.unowned = Unowned([], group, lambda: None)
         self.made = next(_made)  # the same on all ranks, as shard() is a collective
@@ -227,7 +218,7 @@ class Gradients:
                     if not slot.arrived and (grad := slot.taken()) is not None:
                         self._reducer.put(slot, grad)
                 used = self._reducer.complete(
-                    waits=self.unowned.are_trained(), says=self.unowned.has_touched()
+                    waits=self.unowned.are_trained(), says=bool(self.unowned.touched)
                 )
                 if reduces := bool(self.unowned) and not self._reducer.took_all:
                     self.unowned.reduce()

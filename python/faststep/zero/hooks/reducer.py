@@ -33,7 +33,6 @@ class Reducer:
         self._counted: UseCounts | None = None  # the last counts of a pass
 
     def begin(self) -> None:
-        """Start a pass."""
         if self._counted is not None:
             self._counted.refuse_late()
         for bucket in self._buckets:
@@ -118,19 +117,17 @@ class UseCounts:
     Making it begins a collective. On a CUDA device only a rank that left a parameter out waits for
     the counts. Others hear that a pass has failed before they begin the next one.
 
-    Attributes:
-        counts: by slot, after `finish`; at least 1 for what this rank used.
-        words: of each rank, where this one waits: 1 says that the pass has failed, 2 that it has
-            gradients of parameters without a slot.
+    A rank's word is 1 if the pass has failed there, plus 2 if it has gradients of parameters
+    without a slot.
     """
 
     def __init__(self, slots: Sequence[Slot], group: Group, word: int, waits: bool) -> None:
         self._group = group
         self._late: Late | None = None  # counts that this rank has not waited for
         mine = [slot.arrived for slot in slots]
-        self.counts = [1] * len(mine)
-        self.words: list[int] = []
-        self._waits = waits or word & 1 > 0 or group.device.type == "cpu" or not all(mine)
+        self.counts = [1] * len(mine)  # by slot, after `finish`; 1 where this rank does not wait
+        self.words: list[int] = []  # of all ranks, after `finish`, if this one waits
+        self._waits = waits or bool(word & 1) or group.device.type == "cpu" or not all(mine)
         if self._waits:
             words = [0] * group.total
             words[group.place] = word

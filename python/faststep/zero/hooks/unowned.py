@@ -25,18 +25,17 @@ class Unowned:
         self._group = group
         self._arrived = arrived
         self._hooked: Hooked[None] = Hooked()
-        self._touched: set[int] = set()  # since they were reduced, on this rank, by `id`
+        self.touched: set[int] = set()  # since they were reduced, on this rank, by `id`
         touch = weakly(self._touch)
         for param in params:
             self._hooked.add(param, None, touch)
 
     def _touch(self, param: Tensor) -> None:
         if param in self._hooked:
-            self._touched.add(id(param))
+            self.touched.add(id(param))
             self._arrived()
 
     def ids(self) -> set[int]:
-        """The parameters by `id`."""
         return {id(param) for param, _ in self._hooked}
 
     def __bool__(self) -> bool:
@@ -51,10 +50,6 @@ class Unowned:
         """True if one of them is not frozen now."""
         return any(param.requires_grad for param, _ in self._hooked)
 
-    def has_touched(self) -> bool:
-        """True if this rank has gradients that were not reduced."""
-        return bool(self._touched)
-
     def reduce(self, params: Sequence[Tensor] | None = None) -> None:
         """Put the means of all ranks into `.grad`, of all or of `params`; a collective.
 
@@ -63,10 +58,10 @@ class Unowned:
         if params is None:
             params = [param for param, _ in self._hooked]
         mine = [
-            param.grad is not None and (param not in self._hooked or id(param) in self._touched)
+            param.grad is not None and (param not in self._hooked or id(param) in self.touched)
             for param in params
         ]
-        self._touched.difference_update(map(id, params))
+        self.touched.difference_update(map(id, params))
         used = torch.tensor(mine, dtype=torch.int32)
         self._group.add_up(used, "counting the parameters without a sharded optimizer")
         alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)

@@ -35,7 +35,6 @@ class GradientValues:
         self._measured_at = -1  # how often gradients had changed then
 
     def name_of(self, index: int) -> str:
-        """The name of a parameter."""
         return self._slots[index].name
 
     def make_zero(self, index: int) -> None:

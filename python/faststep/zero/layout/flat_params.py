@@ -76,12 +76,11 @@ class FlatParams:
     def follow(self, away: Sequence[int]) -> None:
         """Take over the values of parameters that lie elsewhere; none may be on their way."""
         self._outside = []
-        others: Iterable[int] = ()
         if any(self._is_held(number) for number in away):
             self._allocate()
-            others = set(range(len(self._slots))).difference(away)
-        for number in others:  # on a device all of them refer to one Storage
-            self._take_over(number, moves=not self.flat.is_cpu)
+            for number in set(range(len(self._slots))).difference(away):
+                # On a device all of them refer to one Storage.
+                self._take_over(number, moves=not self.flat.is_cpu)
         for number in away:
             self._take_over(number)
 

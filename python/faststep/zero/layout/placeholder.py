@@ -37,17 +37,12 @@ class Placeholder(Tensor):
     on the slices. A norm is put together from those of the slices. All other operators get the
     whole gradient, gathered from the ranks.
 
-    Attributes:
-        number: of the parameter.
-        pending: what backward has added.
-        is_dropped: the gradient is gone; a script kept this.
-
     It refers to the values weakly: torch cannot collect a circle through `.grad`.
     """
 
-    number: int
-    pending: Tensor | None
-    is_dropped = False
+    number: int  # of the parameter
+    pending: Tensor | None  # what backward has added
+    is_dropped = False  # the gradient is gone; a script kept this
     _refer: Callable[[], Values | None]
     _origin: Placeholder | None  # whose `detach()` or `.data` this is
 

@@ -26,14 +26,10 @@ class SlicedState(Tensor):
 
     torch.distributed.checkpoint saves and loads it part by part, without gathering. Whatever else
     would read or write it raises an error.
-
-    Attributes:
-        param_name: the name of the parameter.
-        part: where this rank's range of the parameter's memory begins, and its elements; None for
-            no range.
     """
 
     param_name: str
+    # Where this rank's range of the parameter's memory begins, and its elements; None for no range.
     part: tuple[int, Tensor] | None
 
     @staticmethod

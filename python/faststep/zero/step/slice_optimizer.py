@@ -87,15 +87,10 @@ class SliceStates(defaultdict[Tensor, dict[str, Any]]):
 
 
 class SliceOptimizer:
-    """Steps what this rank owns, with the options of the script's parameter groups.
-
-    Attributes:
-        fused: the optimizer that has the states.
-        slots: all parameters that are stepped, in the order of the groups.
-    """
+    """Steps what this rank owns, with the options of the script's parameter groups."""
 
     def __init__(self, kind: Kind, group: Group, keeps_masters: bool) -> None:
-        self.fused = kind([{"params": []}])
+        self.fused = kind([{"params": []}])  # has the states
         self.fused._keeps_masters = keeps_masters
         self.fused.state = SliceStates(self.keys_of)
         self._stepper = self.fused._stepper = Stepper()
@@ -109,7 +104,7 @@ class SliceOptimizer:
         """Let the script's groups have other parameters: these of each are sharded."""
         self.end()
         self.groups = groups
-        self.slots = list(chain.from_iterable(grouped))
+        self.slots = list(chain.from_iterable(grouped))  # all that are stepped
         self._sums = ChunkSums(self.slots, self._group)
         self._names = [[slot.name for slot, _ in _owned(members)] for members in grouped]
         self.fused.param_groups = [

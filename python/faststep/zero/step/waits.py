@@ -66,9 +66,8 @@ class _Arriving(dict[str, Any]):
 class ForwardWaits:
     """The hooks of one model.
 
-    Args:
-        bucket_of: the bucket of each parameter, by its `id`.
-        wait: waits until these buckets have arrived; all of them for None.
+    `bucket_of` has the bucket of each parameter, by its `id`. `wait` returns when these buckets
+    have arrived; all of them for None.
     """
 
     def __init__(
@@ -153,6 +152,5 @@ class ForwardWaits:
         return self._needs[module]
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()

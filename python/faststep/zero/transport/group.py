@@ -53,15 +53,12 @@ class Exchange(NamedTuple):
 class Group:
     """A process group, with the collectives that sharding needs.
 
-    Args:
-        group: the ranks that share the slices.
-        timeout: seconds in which all ranks must come to what needs all of them, beside training.
-        replicas: the ranks of other such groups that own the same slices, if there are any.
+    `replicas` are the ranks of other such groups that own the same slices, if there are any.
     """
 
     def __init__(self, group: Any, timeout: float, replicas: Group | None = None) -> None:
         self.process_group = group
-        self.timeout = timeout
+        self.timeout = timeout  # seconds for `meet`
         self.device = torch.device("cpu")  # where messages are
         if not backend_for(group, "cpu"):
             self.device = torch.device("cuda", torch.cuda.current_device())
