@@ -14,19 +14,13 @@ from .. import optim
 from .._devices import has_kernels_for
 from .._torch.optim import method_of_script
 from ..optim.base import FusedOptimizer
-from .hooks import living
+from .hooks.gradients import sharded_params
 from .layout.flat_params import refuse_overlaps
 from .step.slice_optimizer import Kind
 
-__all__ = [
-    *("admit", "device_of", "fused_class_of", "line_of", "named_in", "refuse_taken"),
-    *("taken_by_another", "taken_of"),
-]
-
 _OURS = [kind for name in optim.__all__ if issubclass(kind := getattr(optim, name), FusedOptimizer)]
 _FUSED: dict[type[Any], Any] = {
-    **{getattr(torch.optim, kind.__name__, kind): kind for kind in _OURS},
-    **dict(zip(_OURS, _OURS, strict=True)),
+    one: kind for kind in _OURS for one in (kind, getattr(torch.optim, kind.__name__, kind))
 }
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -35,8 +29,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def fused_class_of(optimizer: Optimizer) -> Kind:
     """The class whose step makes the same update, with the optimizer's defaults.
 
-    Raises:
-        TypeError: there is none, or a script's code is part of the update.
+    Raises TypeError if there is none, or a script's code is part of the update.
     """
     kind = vars(type(optimizer)).get("_made_from") or type(optimizer)
     base = next((one for one in kind.__mro__ if one in _FUSED), None)
@@ -74,8 +67,7 @@ def line_of(name: str, param: Tensor, place: str, taken: set[int]) -> str:
 def named_in(model: nn.Module, params: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
     """Parameters of an optimizer with their names, last ones first, as backward reaches them.
 
-    Raises:
-        ValueError: the model lacks one.
+    Raises ValueError if the model lacks one.
     """
     wanted = {id(param): param for param in params}
     named: list[tuple[str, Tensor]] = [
@@ -94,9 +86,9 @@ def named_in(model: nn.Module, params: Iterable[Tensor]) -> list[tuple[str, Tens
 def taken_of(params: Iterable[Tensor]) -> set[int]:
     """Those that are sharded already, by `id`."""
     wanted = set(map(id, params))
-    if wanted & living.params():
+    if wanted & sharded_params():
         gc.collect()  # what sharded them may be gone
-    return wanted & living.params()
+    return wanted & sharded_params()
 
 
 def taken_by_another(what: str) -> TypeError:
@@ -139,27 +131,23 @@ def _check(name: str, param: Tensor) -> None:
 
 
 def device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
-    """Where all parameters are.
-
-    Raises:
-        TypeError: they are at several places, or on a device that cannot be used here.
-    """
+    """Where all parameters are; raises TypeError for several places or an unusable device."""
     if not named:
         return torch.device("cpu")
     first, some = named[0]
-    problem = ""
-    for name, param in named:
-        if param.device != some.device and not problem:
-            problem = f", and {name!r} on {param.device}: all must be in one memory"
-    if some.is_cuda and some.device.index != torch.cuda.current_device() and not problem:
+    elsewhere = [(name, param) for name, param in named if param.device != some.device]
+    if elsewhere:
+        name, param = elsewhere[0]
+        problem = f", and {name!r} on {param.device}: all must be in one memory"
+    elif some.is_cuda and some.device.index != torch.cuda.current_device():
         problem = (
             f", and the current device is cuda:{torch.cuda.current_device()}: call "
             "torch.cuda.set_device(local_rank) first"
         )
-    if some.is_cuda and not problem and not has_kernels_for(some):
+    elif some.is_cuda and not has_kernels_for(some):
         problem = ", which faststep cannot use: `python -m faststep info` says why"
-    if problem:
-        raise TypeError(
-            f"shard(): parameter {first!r} is on {some.device}{problem}; nothing was changed"
-        )
-    return some.device
+    else:
+        return some.device
+    raise TypeError(
+        f"shard(): parameter {first!r} is on {some.device}{problem}; nothing was changed"
+    )

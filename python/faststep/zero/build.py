@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,28 +14,16 @@ from torch.optim import Optimizer
 
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.masters import has_master
-from .admitted import (
-    admit,
-    device_of,
-    fused_class_of,
-    line_of,
-    named_in,
-    refuse_taken,
-    taken_of,
-)
+from ..optim.masters import fitting, has_master
+from .admitted import admit, device_of, fused_class_of, line_of, named_in, refuse_taken, taken_of
 from .engine import Engine, Options
 from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
-from .saved.cutting import whole_states
-from .saved.gathered import cut_states
+from .saved.state_dicts import cut_states
 from .stage3.blocks import announce, blocks_of
-from .stage3.fully_sharded import check_fully, follow_successors, shard_fully
-from .stage3.watch import Watch
-from .step.slice_optimizer import Kind
+from .stage3.fully_sharded import Watch, check_fully, follow_successors, shard_fully
+from .step.slice_optimizer import Kind, options_of
 from .transport.group import Group, group_of
-
-__all__ = ["build"]
 
 
 def build(
@@ -63,13 +52,17 @@ def build(
         process_group = wrapper.process_group if process_group is None else process_group
     if stage == 3:
         follow_successors(optimizer)
-    named = _named(model, optimizer)
+    # The parameters that get gradients, last ones first, as backward reaches them.
+    named = [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
         fused = _fused(kind, optimizer, asked.master_weights)
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
-    _check_alike(group, model, optimizer, str(asked) + wrapped)
+    taken = taken_of(params_of(optimizer))
+    group.meet("shard()")
+    group.check_alike([str(asked) + wrapped, *_described(model, optimizer, taken)])
+    refuse_taken(model.named_parameters(), taken)
     if stage == 3:
         fused = _fused(kind, optimizer, asked.master_weights)
         return _fully(model, optimizer, fused, max_grad_norm, group, blocks)
@@ -97,7 +90,6 @@ def _fully(
     group: Group,
     blocks: Sequence[nn.Module] | None,
 ) -> ShardedOptimizer:
-    """Stage 3."""
     is_default = blocks is None
     blocks = blocks_of(model) if blocks is None else blocks
     check_fully(model, optimizer, blocks)
@@ -110,14 +102,6 @@ def _fully(
     return made
 
 
-def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
-    """Raise on every rank if the ranks differ, or a parameter is sharded on one of them."""
-    taken = taken_of(params_of(optimizer))
-    group.meet("shard()")
-    group.check_alike([asked, *_described(model, optimizer, taken)])
-    refuse_taken(model.named_parameters(), taken)
-
-
 def _refuse_options(optimizer: Optimizer) -> None:
     """Raise for options of the optimizer that the sharded step does not have."""
     if getattr(optimizer, "_keep_grads", False):
@@ -128,11 +112,11 @@ def _refuse_options(optimizer: Optimizer) -> None:
 
 def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
-    first = optimizer.param_groups[0]
-    options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
-    fused = kind([{**options, "params": []}])
+    fused = kind([{**options_of(optimizer.param_groups[0]), "params": []}])
     fused.param_groups = optimizer.param_groups
-    fused.state = whole_states(_begun_states(optimizer, keeps_masters), keeps_masters)
+    states = _begun_states(optimizer, keeps_masters)
+    kept = {param: fitting(state, param, keeps_masters) for param, state in states.items()}
+    fused.state = defaultdict(dict, kept)
     fused._keeps_masters = keeps_masters
     return fused
 
@@ -146,11 +130,6 @@ def _begun_states(optimizer: Optimizer, keeps_masters: bool) -> dict[Tensor, dic
         if is_low and state.get("step") == 0 and bool((sums == torch.full_like(sums, first)).all()):
             state["sum"] = torch.full_like(sums, first, dtype=torch.float32)
     return optimizer.state
-
-
-def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """The optimizer's parameters that get gradients, last ones first, as backward reaches them."""
-    return [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
 
 
 def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[str]:

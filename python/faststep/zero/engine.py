@@ -10,28 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.optim import increment_version, set_grad_dtype
+from .._torch.optim import increment_version
 from ..grads.hooks import weakly
 from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
-from .hooks.cuda_buckets import CudaBucket
-from .hooks.gradient_buckets import GradientBucket
+from .hooks.gradient_buckets import CudaBucket, GradientBucket
 from .hooks.gradients import Gradients
 from .hooks.reducer import Reducer
 from .hooks.values import GradientValues
 from .hooks.wrapper import Wrapper
-from .layout.cuts import Bucket, Flat, make_buckets
-from .layout.flat_params import FlatParams, refuse_overlaps
+from .layout.cuts import flats_of, make_buckets
+from .layout.flat_params import refuse_overlaps
 from .layout.pages import BufferPool
 from .layout.placeholder import Placeholder
-from .layout.slots import Part, Slot
-from .saved.cutting import cut_state
+from .layout.slots import Slot
+from .saved.sliced import cut_state
 from .step.slice_optimizer import Kind, SliceOptimizer
 from .step.waits import ForwardWaits
 from .transport.group import Group, Pending
-
-__all__ = ["Engine", "Options"]
 
 LAST_BUCKET = 2**20  # bytes; with gather="forward", which needs it first
 
@@ -55,14 +52,8 @@ class Options(NamedTuple):
 class Engine:
     """The state of a sharded model on one rank.
 
-    Args:
-        kind: the class of the fused optimizer.
-        groups: the script's parameter groups.
-        model: has all parameters.
-        named: the parameters to shard, in the order in which backward is expected to reach them.
-        group: the ranks, two or more.
-        asked: what `shard` was asked for.
-        wrapper: the DistributedDataParallel around the model, if there is one.
+    `kind` makes the fused optimizer. `named` are the parameters to shard, in the order in which
+    backward is expected to reach them.
     """
 
     def __init__(
@@ -83,13 +74,12 @@ class Engine:
         self._pool = BufferPool(0)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
-        self._params: list[FlatParams] = []  # per bucket
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.slices = SliceOptimizer(kind, group, asked.master_weights)
-        self._reducer = Reducer(self.slots, self.buckets, group, self._pool)
-        self.gradients = Gradients(self.slots, self._reducer, group)
+        reducer = Reducer(self.slots, self.buckets, group, self._pool)
+        self.gradients = Gradients(self.slots, reducer, group)
         self.values = GradientValues(self.slots, self.gradients, group, weakly(self._unscale))
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
@@ -100,13 +90,11 @@ class Engine:
 
     def _add_buckets(self, named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
         """Move more parameters into buckets of their own."""
-        flats = [
-            Flat(param.numel(), param.dtype, name.rpartition(".")[0] or None)
-            for name, param in named
-        ]
-        last_bytes = LAST_BUCKET if self._asked.gather == "forward" else None
-        layouts = make_buckets(flats, self.group.world, self._asked.bucket_bytes, last_bytes)
-        self._pool.grow(_block_for(layouts, self.group))
+        group, asked = self.group, self._asked
+        last_bytes = LAST_BUCKET if asked.gather == "forward" else None
+        layouts = make_buckets(flats_of(named), group.world, asked.bucket_bytes, last_bytes)
+        own = max((one.part * one.dtype.itemsize for one in layouts), default=0)
+        self._pool.grow((group.world - group.leaves_out_own) * own)
         first = len(self.slots)
         for layout in layouts:
             members = []
@@ -116,38 +104,16 @@ class Engine:
                 slot.stand_for(Placeholder(tensor, self.values, slot.index))
                 members.append(slot)
                 self.slots.append(slot)
-            is_wide = self._asked.master_weights and has_master(members[0].param)
-            bucket = self._kind(
-                layout,
-                members,
-                self.group,
-                self._pool,
-                self._asked.stage == 1,
-                torch.float32 if is_wide else layout.dtype,
-            )
+            is_wide = asked.master_weights and has_master(members[0].param)
+            sums = torch.float32 if is_wide else layout.dtype
+            bucket = self._kind(layout, members, group, self._pool, asked.stage == 1, sums)
             self.buckets.append(bucket)
-            self._params.append(FlatParams(layout, members, self.group.device))
-            self._cut(bucket, self._params[-1])
         return self.slots[first:]
-
-    def _cut(self, bucket: GradientBucket, params: FlatParams) -> None:
-        """Cut what this rank owns out of parameters and slices."""
-        start = bucket.layout.slice_of(self.group.rank).start
-        for place, begin, count, at in bucket.layout.pieces_of(self.group.rank):
-            slot = bucket.slots[place]
-            grad = bucket.values[at - start : at - start + count]
-            values = params.piece(at, count)
-            set_grad_dtype(values, None)  # that of the slice
-            slot.part = Part(values, grad, begin)
 
     def follow_groups(self) -> None:
         """Take up what the script has done to its groups, and parameters that are trained by now.
 
-        A collective where parameters have no bucket yet. These get new ones.
-
-        Raises:
-            TypeError, ValueError: one of them cannot be sharded, on all ranks.
-            RuntimeError: the ranks differ in them.
+        A collective where parameters have no bucket yet. These get new ones, or raise on all ranks.
         """
         groups = self.script_groups() or []
         ids = _ids_of(groups)
@@ -187,7 +153,7 @@ class Engine:
         self.wait(None)
         first = len(self.buckets)
         slots = self._add_buckets(named)
-        self.group.broadcast([params.flat for params in self._params[first:]])
+        self.group.broadcast([bucket.params.flat for bucket in self.buckets[first:]])
         for slot in slots:
             state = self.frozen_states.pop(slot.param, {})
             self.slices.fused.state.update(cut_state(self.slices.fused, slot, state))
@@ -206,7 +172,7 @@ class Engine:
 
     def share(self, others: Sequence[Tensor]) -> None:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
-        self.group.broadcast([*(params.flat for params in self._params), *others])
+        self.group.broadcast([*(bucket.params.flat for bucket in self.buckets), *others])
 
     def _unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
@@ -238,10 +204,9 @@ class Engine:
 
         With gather="forward" the rest of the program waits for it.
         """
-        for number in reversed(range(len(self.buckets))):
-            if any(slot.held for slot in self.buckets[number].slots):
-                bucket, flat = self.buckets[number], self._params[number].flat
-                self._under_way[number] = bucket.gather(flat, number)
+        for number, bucket in reversed(list(enumerate(self.buckets))):
+            if any(slot.held for slot in bucket.slots):
+                self._under_way[number] = bucket.gather(number)
                 if self.waits is not None:
                     self.waits.cover(number)
         if self.waits is None:
@@ -255,7 +220,7 @@ class Engine:
         for number in list(self._under_way) if buckets is None else buckets:
             if (pending := self._under_way.pop(number, None)) is not None:
                 pending.wait()
-                self._params[number].arrived()
+                self.buckets[number].params.arrived()
         if self.waits is not None and not self._under_way:
             self.waits.uncover()
 
@@ -265,20 +230,15 @@ class Engine:
         self.waits = ForwardWaits(model, bucket_of, self.wait)
 
     def follow_moves(self) -> None:
-        """Take over parameters whose memory the script has exchanged or shared by `.data`.
-
-        Raises:
-            RuntimeError: one has become something else.
-            TypeError: two of them share memory.
-        """
-        moved = [(number, params.away()) for number, params in enumerate(self._params)]
+        """Take over parameters whose memory the script has exchanged or shared by `.data`."""
+        moved = [(number, bucket.params.away()) for number, bucket in enumerate(self.buckets)]
         if any(away for _, away in moved):
             named = [(slot.name, slot.param) for slot in self.slots]
             refuse_overlaps(named, "faststep.zero", "updated")
         for number, away in moved:
             if away:
                 self.wait([number])
-                self._params[number].follow(away)
+                self.buckets[number].params.follow(away)
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
@@ -289,9 +249,3 @@ class Engine:
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
-
-
-def _block_for(layouts: Sequence[Bucket], group: Group) -> int:
-    """Bytes of what arrives of the slice of any bucket."""
-    own = max((one.part * one.dtype.itemsize for one in layouts), default=0)
-    return (group.world - group.leaves_out_own) * own

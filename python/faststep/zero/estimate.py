@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from ..optim.masters import begin_state, keys_for
 from .admitted import fused_class_of
 from .hooks.reducer import MOST_UNDER_WAY
-from .layout.cuts import Bucket, Flat, make_buckets
+from .layout.cuts import Bucket, flats_of, make_buckets
 from .stage3.blocks import blocks_of
-
-__all__ = ["Estimate", "StageMemory", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -159,13 +157,9 @@ def _sharded(
     keeps_masters: bool,
 ) -> StageMemory:
     """Stage 1, which keeps the memory of whole gradients, or 2."""
-    flats = [
-        Flat(param.numel(), param.dtype, name.rpartition(".")[0] or None)
-        for name, param in reversed(list(model.named_parameters()))
-        if param.requires_grad
-    ]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     on_cuda = any(param.is_cuda for param in model.parameters())
-    buckets = make_buckets(flats, ranks, bucket_bytes)
+    buckets = make_buckets(flats_of(reversed(trained)), ranks, bucket_bytes)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     kept = max(
         sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))
@@ -193,8 +187,8 @@ def _passing(
     parts = 0 if on_cuda else ranks - (ranks == 2)
     now = peak = sum(whole) - sum(sent) + sum(kept_sums) * on_cuda  # on a device they stay
     gradients = now + sum(slices)
+    # Blocks for what arrives are given by how much of each was written.
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
-    blocks: list[int] = []  # for what arrives: how much of each was written
     free: deque[int] = deque()
 
     def receive() -> None:
@@ -214,13 +208,9 @@ def _passing(
         now = before + sent[number]
         while under_way and sum(whole[n] for n, _ in under_way) + whole[number] > MOST_UNDER_WAY:
             receive()
-        if not free:
-            free.append(len(blocks))
-            blocks.append(0)
-        block = free.popleft()
-        now += max(0, parts * own[number] - blocks[block])
-        blocks[block] = max(blocks[block], parts * own[number])
-        under_way.append((number, block))
+        block = free.popleft() if free else 0
+        now += max(0, parts * own[number] - block)
+        under_way.append((number, max(block, parts * own[number])))
     while under_way:
         receive()
     return gradients, max(0, peak - gradients)

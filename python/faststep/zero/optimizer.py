@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch.compiler import disable_dynamo
+from .._torch.ranks import is_first_in_join, is_in_join
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
+from ..grads.hooks import weakly
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_group_options
@@ -21,21 +26,15 @@ from ..optim.request import ScalerRequest, StepAnswer, request_of
 from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn
 from .engine import Engine
-from .join import JoinableSteps
 from .saved.state_dicts import StateDicts
 from .stage3.fully_sharded import adopt
 from .transport.group import Group
 
-__all__ = ["ShardedOptimizer"]
-
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+HOOKS = [
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
 
 
 def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
@@ -45,7 +44,7 @@ def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
-class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
+class ShardedOptimizer(PassesOn, StateDicts, Joinable):
     """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
 
     It has the parameter groups of the optimizer that it was made of: the same list and the same
@@ -57,6 +56,8 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
     blocks: tuple[str, ...] = ()  # stage 3: the modules that were sharded before the rest
     _max_grad_norm: float | None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
+    _has_joined = False  # in Join: whether this rank has no more data
+    _is_noted = False  # in Join: whether others know of the backward pass before the next step
 
     def __init__(
         self,
@@ -70,9 +71,13 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         self._engine = engine
         self._group = group
         self._before_step = before_step
-        JoinableSteps.__init__(self)
+        Joinable.__init__(self)
         if engine is not None:
-            self._attach_to(engine)
+            engine.script_groups = weakly(self._script_groups)
+            engine.gradients.on_begin = weakly(self._note_backward)
+            engine.gradients.before_exchange = weakly(self._refuse_in_join)
+            if engine.wrapper is not None:
+                engine.wrapper.on_forward = weakly(self._say_in_join)
         self._owned = owned
         self._replaced = optimizer
         self.max_grad_norm = max_grad_norm
@@ -136,7 +141,9 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
     @disable_dynamo
     def _step_uncompiled(self) -> None:
         self._consolidated = None
-        self._note_step()
+        if hasattr(self._replaced.step, "_wrapped_by_lr_sched"):
+            # Schedulers of the optimizer that this one replaces look for a step of that one.
+            self._replaced._opt_called = True  # type: ignore[attr-defined]
         if self._engine is None:
             self._owned.param_groups = self.param_groups  # the script may have set others
         if self._before_step is not None:
@@ -156,11 +163,6 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         self._skipped = answer.skipped
         if answer.norm is not None:
             self._last_norm = answer.norm
-
-    def _note_step(self) -> None:
-        """Tell schedulers of the optimizer that this one replaces that there was a step."""
-        if hasattr(self._replaced.step, "_wrapped_by_lr_sched"):
-            self._replaced._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero. As torch's."""
@@ -274,3 +276,106 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         except BaseException:
             del self.param_groups[-1]
             raise
+
+    # ---- what torch.distributed.algorithms.Join asks: ranks whose data end at other times
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """For Join: steps along with ranks that still have data."""
+        engine = self._engine
+        if self._group is not None and engine is None:
+            raise RuntimeError(
+                "Join does not support shard(stage=3): fully_shard communicates in forward"
+            )
+        if engine is not None and engine.group.replicas is not None:
+            raise RuntimeError("Join does not support replicate_group=")
+        if engine is not None and engine.group.device.type == "cuda":
+            raise RuntimeError("Join does not support shard() of parameters on a CUDA device")
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For Join: where its messages are."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """For Join: the ranks, as the script has passed them."""
+        return dist.group.WORLD if self._group is None else self._group.process_group
+
+    def _script_groups(self) -> list[dict[str, Any]]:
+        return self.param_groups
+
+    def _say_in_join(self, model: DistributedDataParallel, wants_sync: bool) -> None:
+        """After a forward of the model: tell ranks without data whether backward communicates."""
+        if is_in_join(model) and not is_in_join(self):
+            raise RuntimeError(
+                "faststep.zero: give torch.distributed.algorithms.Join the optimizer too, after "
+                "the DistributedDataParallel model: Join([model, optimizer])"
+            )
+        if is_in_join(self) and not is_first_in_join(self):
+            self._exchange_sync(wants_sync)
+
+    def _exchange_sync(self, wants_sync: bool) -> bool:
+        """True if the backward of a rank communicates; a collective."""
+        assert self._engine is not None
+        flag = torch.tensor([float(wants_sync)])
+        self._engine.group.add_up(flag, "telling ranks without data of a backward pass")
+        return bool(flag.item())
+
+    def _note_backward(self, is_backward: bool) -> None:
+        """Called before a backward pass communicates, and by a step, which may be without one."""
+        if not is_in_join(self) or self._has_joined:
+            return
+        if self._is_noted and not is_backward:
+            return
+        if self._is_noted:
+            raise RuntimeError(
+                "faststep.zero: inside of torch.distributed.algorithms.Join only one backward pass "
+                "per step may communicate: call the others in optimizer.no_sync()"
+            )
+        engine = self._engine
+        if is_first_in_join(self) and engine and engine.wrapper is not None:
+            raise RuntimeError(
+                "faststep.zero: give torch.distributed.algorithms.Join the DistributedDataParallel "
+                "model before the optimizer: Join([model, optimizer])"
+            )
+        if not is_backward and engine and not engine.gradients.is_collecting:
+            raise RuntimeError(
+                "faststep.zero: a step without a backward pass inside of "
+                "torch.distributed.algorithms.Join, where ranks without data take part in both"
+            )
+        self._is_noted = True
+        Join.notify_join_context(self)
+
+    def _refuse_in_join(self, what: str) -> None:
+        """Raise for a message that ranks without data would not take part in."""
+        if is_in_join(self) and not self._has_joined:
+            raise RuntimeError(
+                f"faststep.zero: {what} inside of torch.distributed.algorithms.Join, where ranks "
+                "without data take part in backward and step alone: clip with max_grad_norm="
+            )
+
+
+class _Shadow(JoinHook):
+    """The part of a rank without more data in each step of the others."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in a backward pass with gradients of zero, or those that no_sync() has left."""
+        optimizer = self._optimizer
+        if optimizer._engine is None:
+            return
+        if (wrapper := optimizer._engine.wrapper) is not None:
+            is_reduced = optimizer._exchange_sync(False)
+            wrapper.note_others(is_reduced)
+            if not is_reduced:
+                return
+        optimizer._engine.gradients.begin_without_data()
+        optimizer._has_joined = True
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            optimizer._has_joined = False

@@ -1,26 +1,26 @@
-"""One bucket of gradients: filled by hooks, reduced over the ranks, kept as this rank's slice."""
+"""A bucket: its gradients are filled in by hooks, reduced over the ranks, and kept as this rank's
+slice; its parameters are gathered.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..._torch.optim import set_grad_dtype
 from ...grads.add import Addition, add_alike
 from ..layout.cuts import Bucket
+from ..layout.flat_params import FlatParams
 from ..layout.pages import BufferPool, Pages
-from ..layout.slots import Slot
-from ..transport.group import Exchange, Group, Pending
-
-__all__ = ["GradientBucket"]
+from ..layout.slots import Part, Slot
+from ..transport.group import Exchange, Group, Pending, refuse_capture
 
 
 class GradientBucket:
-    """The gradients of a bucket's parameters, in CPU memory.
+    """Parameters in one piece of CPU memory, and their gradients.
 
     Args:
-        layout: where they lie.
-        slots: its parameters, in the layout's order.
-        group: the ranks.
+        layout: where they lie, in the order of the slots.
         pool: memory of what arrives, that all buckets share.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
@@ -46,23 +46,25 @@ class GradientBucket:
         self._pool = pool
         self._keeps_buffer = keeps_buffer
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
         self._way: Exchange | None = None  # from `send` to `add`
-        self._sent: Tensor | None = None  # that the collective reads
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
         self._earlier: Tensor | None = None  # of the slice, while its memory is needed
-        own = layout.slice_of(group.rank)
         self._slice: Pages | None = None  # memory of its own
         self._is_wide = sums != layout.dtype
         if keeps_buffer and self.shares_slice and not self._is_wide:
-            self.values = self._whole()[own]  # of this rank's slice
+            self.values = self._whole()[layout.slice_of(group.rank)]  # of this rank's slice
         else:
-            self._slice = Pages(own.stop - own.start, sums, group.device)
+            self._slice = Pages(layout.part, sums, group.device)
             self.values = self._slice.tensor
+        self.params = FlatParams(layout, slots, group.device)
+        for place, begin, count, at in layout.pieces_of(group.rank):
+            grad = self.values[at - layout.part * group.rank :][:count]
+            values = self.params.piece(at, count)
+            set_grad_dtype(values, None)  # that of the slice
+            slots[place].part = Part(values, grad, begin)
 
     def begin(self) -> None:
-        """Start a backward pass."""
         self.missing = sum(slot.param.requires_grad for slot in self.slots)
         if self._slice is None:
             self._earlier = self.values.clone() if self._holds else None
@@ -92,16 +94,12 @@ class GradientBucket:
             torch.mul(grad, factor, out=view)
 
     def _view_of(self, slot: Slot) -> Tensor:
-        self._whole()
-        return self._views[slot.place]
+        begin = self.layout.places[slot.place].begin
+        return self._whole().as_strided(slot.shape, slot.strides, begin)
 
     def _whole(self) -> Tensor:
         if self._buffer is None:
-            buffer = self._buffer = self._new_buffer()
-            self._views = [
-                buffer.as_strided(one.shape, one.strides, place.begin)
-                for one, place in zip(self.slots, self.layout.places, strict=True)
-            ]
+            self._buffer = self._new_buffer()
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
@@ -113,13 +111,10 @@ class GradientBucket:
         for slot in self.slots:
             if not slot.arrived:
                 self._view_of(slot).zero_()
-        what = self._what("reducing")
-        self._way = Exchange([], None, Pending(self._group, what, [], []))
         if self.layout.size:
-            self._sent = self._whole()
-            self._way = self._exchange(self._sent, what)
+            self._way = self._exchange(self._whole(), self._what("reducing"))
         if not self._keeps_buffer:
-            self._buffer, self._views = None, []
+            self._buffer = None
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Send the ranks their slices, and let this rank's come in."""
@@ -137,14 +132,12 @@ class GradientBucket:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._way is None:
             return
-        way, self._way, self._sent = self._way, None, None
+        way, self._way = self._way, None
         way.pending.wait()
-        replicas = self._group.replicas
-        if self.values.numel():
-            sums, self._sums = self._folded(way.parts)
-            if replicas is not None:
-                what = self._what("reducing over the replicas")
-                self._replicating = replicas.start_adding(sums, what)
+        sums, self._sums = self._folded(way.parts)
+        if self._group.replicas is not None:
+            what = self._what("reducing over the replicas")
+            self._replicating = self._group.replicas.start_adding(sums, what)
         if way.block is not None:
             self._pool.give_back(way.block)
 
@@ -182,10 +175,68 @@ class GradientBucket:
             self.values.add_(self._sums)
         self._replicating = self._sums = None
 
-    def gather(self, flat: Tensor, tag: int) -> Pending:
+    def gather(self, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
-        return self._group.gather(flat, tag, self._what("gathering"))
+        return self._group.gather(self.params.flat, tag, self._what("gathering"))
 
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name
         return f"{doing} the parameters from {first!r} to {last!r}"
+
+
+class CudaBucket(GradientBucket):
+    """A GradientBucket on a CUDA device: reduced by NCCL, without waiting on the host.
+
+    Work is issued from torch's current stream. NCCL runs it on a stream of its own, behind what the
+    current one has been given. Waiting for it lets the current stream wait. The memory that a
+    collective reads and writes is held until a stream has waited for it.
+    """
+
+    shares_slice = False
+
+    def begin(self) -> None:
+        refuse_capture()
+        self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
+        super().begin()
+
+    def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
+        """Take over a gradient of this rank, on the stream on which backward has made it."""
+        super().put(slot, grad, again=again)
+        here = torch.cuda.current_stream()
+        if here not in self._streams:
+            self._streams.append(here)
+
+    def _new_buffer(self) -> Tensor:
+        layout = self.layout
+        return torch.empty(layout.size, dtype=layout.dtype, device=self._group.device)
+
+    def _exchange(self, sent: Tensor, what: str) -> Exchange:
+        """Reduce the bucket over the ranks, and let this rank's slice of the sums come in."""
+        apart = self._holds or self._is_wide
+        sums = torch.empty_like(self.values, dtype=sent.dtype) if apart else self.values
+        pending = self._group.reduce_scatter(sums, sent, what)
+        return Exchange([sums], None, pending)
+
+    def _folded(self, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        (sums,) = parts
+        return sums, None if sums is self.values else sums
+
+    def is_there(self) -> bool:
+        """False: ranks receive at the same places of their programs, whatever has arrived."""
+        return False
+
+    def send(self) -> None:
+        """Reduce it over the ranks, behind whatever stream a gradient came from."""
+        here = torch.cuda.current_stream()
+        for stream in self._streams:
+            if stream != here:
+                here.wait_stream(stream)
+        self._streams = []
+        super().send()
+
+    def add(self) -> None:
+        """Let the current stream wait for the sums, and send them to replicas."""
+        if self._way is not None:
+            for tensor in self._way.pending.kept:  # whose memory goes back to its stream
+                tensor.record_stream(torch.cuda.current_stream())
+        super().add()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -21,43 +23,37 @@ from ...grads.hooks import Hooked, weakly
 from ..layout.placeholder import Placeholder
 from ..layout.slots import Slot
 from ..transport.group import Group
-from . import living
 from .reducer import Reducer
 from .unowned import Unowned, can_be_trained
 
-__all__ = ["Gradients", "State"]
+_made = itertools.count()
+_living: weakref.WeakValueDictionary[int, Gradients]  # of all sharded models, in the same order
+_living = weakref.WeakValueDictionary()
 
 HAS_FAILED = (
     "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
     "on all ranks: call zero_grad() and go on with the next batch"
 )
+REACHES_TWO = (
+    "faststep.zero: one backward pass reaches two models that were sharded over the same "
+    "process_group, where their messages could change places: give each a "
+    "torch.distributed.new_group() of its own"
+)
 
 
 class State(enum.Enum):
-    """The state of the gradients since the last zero_grad(); docs/decisions/zero.md has the events.
+    """The state of gradients since the last zero_grad(); docs/decisions/zero.md has the events."""
 
-    Attributes:
-        IDLE: there are none.
-        COLLECTING: this rank has some that were not all reduced: those of a backward pass that is
-            under way, or that no_sync() has left.
-        REDUCED: the slices have the sums of all ranks.
-        FAILED: a backward pass did not end, here or on another rank.
-    """
-
-    IDLE = enum.auto()
+    IDLE = enum.auto()  # there are none
+    # This rank has some that were not all reduced: those of a backward pass that is under way, or
+    # that no_sync() has left.
     COLLECTING = enum.auto()
-    REDUCED = enum.auto()
-    FAILED = enum.auto()
+    REDUCED = enum.auto()  # the slices have the sums of all ranks
+    FAILED = enum.auto()  # a backward pass did not end, here or on another rank
 
 
 class Gradients:
-    """The hooks of one model, and its buckets.
-
-    Attributes:
-        on_begin: called when a pass begins to send, with False if it is the step that sends.
-        on_unowned: called after a pass with gradients of parameters without a sharded optimizer.
-        before_exchange: called with what is about to be sent beside backward and step.
-    """
+    """The hooks of one model, and its buckets."""
 
     is_wrapped = False  # whether forwards of DistributedDataParallel say which pass is reduced
     expects_backward = True
@@ -72,11 +68,15 @@ class Gradients:
         self._quiet = 0  # nested no_sync() contexts
         self._hooks: Hooked[Slot] = Hooked()
         self.changes = 0  # of the slices
+        # Called when a pass begins to send, with False if it is the step that sends.
         self.on_begin: Callable[[bool], object] = lambda is_backward: None
+        # After a pass with gradients of parameters without a sharded optimizer.
         self.on_unowned: Callable[[], object] = lambda: None
+        # With what is about to be sent beside backward and step.
         self.before_exchange: Callable[[str], object] = lambda what: None
         self.unowned = Unowned([], group, lambda: None)
-        self.made = living.add(self)  # the same order on all ranks, as shard() is a collective
+        self.made = next(_made)  # the same on all ranks, as shard() is a collective
+        _living[self.made] = self
 
     @property
     def is_collecting(self) -> bool:
@@ -110,14 +110,15 @@ class Gradients:
         arrived = weakly(self._arrived)
         for slot in slots:
             self._hooks.add(slot.param, slot, arrived)
-        living.let_go([slot.param for slot in slots])
+        for one in _living.values():
+            one.unowned.leave([slot.param for slot in slots])
 
     def reduce_also(self, params: Iterable[Tensor]) -> None:
         """Reduce the gradients of parameters that no sharded optimizer has, too.
 
         Those of frozen ones too, from when they are trained.
         """
-        known = living.params() | living.unowned()
+        known = sharded_params().union(*(one.unowned.ids() for one in _living.values()))
         free = [param for param in params if id(param) not in known and can_be_trained(param)]
         self.unowned = Unowned(free, self.group, weakly(self._note_pass))
 
@@ -171,7 +172,9 @@ class Gradients:
         number = current_backward()
         if number in self.passes:
             return True
-        living.refuse_two(number, self.group)
+        for other in _living.values():
+            if number in other.passes and other.group.process_group is self.group.process_group:
+                raise RuntimeError(REACHES_TWO)
         if self.passes and not is_inside_backward():
             self._fail()  # the pass before, whose end was not seen
         self._recover()
@@ -179,7 +182,7 @@ class Gradients:
             self.on_begin(True)
             self._begin(number)
         self.passes.add(number)
-        after_backward(lambda: living.end(number))
+        after_backward(lambda: _end(number))
         return True
 
     @torch.no_grad()
@@ -215,7 +218,7 @@ class Gradients:
                     if not slot.arrived and (grad := slot.taken()) is not None:
                         self._reducer.put(slot, grad)
                 used = self._reducer.complete(
-                    waits=self.unowned.are_trained(), says=self.unowned.has_touched()
+                    waits=self.unowned.are_trained(), says=bool(self.unowned.touched)
                 )
                 if reduces := bool(self.unowned) and not self._reducer.took_all:
                     self.unowned.reduce()
@@ -245,9 +248,6 @@ class Gradients:
         """After a pass that has failed: forget it, if the script has dropped its gradients.
 
         A collective if other ranks may wait for this one, which lets them know that it has failed.
-
-        Raises:
-            RuntimeError: gradients were not dropped.
         """
         if self._state is not State.FAILED:
             return
@@ -264,13 +264,9 @@ class Gradients:
         self._state, self._number = State.IDLE, None
 
     def complete(self, what: str = "step()") -> None:
-        """Before slices are used: complete a pass, and send what no_sync() has left.
+        """Before `what` uses slices: complete a pass, and send what no_sync() has left.
 
-        Args:
-            what: for which use.
-
-        Raises:
-            RuntimeError: a backward pass has failed, or runs.
+        Raises RuntimeError if a backward pass has failed, or runs.
         """
         self.note_failure()
         if self._state is State.FAILED:
@@ -286,9 +282,6 @@ class Gradients:
         """Before all gradients are used: let the slices have them, those too that a script has set.
 
         A gradient that is set by hand is taken as it is, the same on all ranks.
-
-        Raises:
-            RuntimeError: a backward pass has failed, or runs.
         """
         self.complete()
         grads = [(s, s.param.grad) for s in self.slots if not s.is_present]
@@ -347,3 +340,23 @@ class Gradients:
     def _refuse_inside(self, what: str) -> None:
         if self.passes:
             raise RuntimeError(f"faststep.zero: {what} inside of a backward pass; nothing was done")
+
+
+def sharded_params() -> set[int]:
+    """The parameters of all sharded models of this process, by `id`."""
+    return {id(slot.param) for one in _living.values() for slot in one.slots}
+
+
+def _end(number: int) -> None:
+    """Complete a backward pass for all sharded models that it has reached.
+
+    Ranks may reach the models in different orders, and wait for each other in each. The end of a
+    pass that is inside of another is not that of the other, of which nobody hears if all gradients
+    came inside: the next use of the gradients completes it.
+    """
+    ended = [one for one in _living.values() if number in one.passes]
+    for one in ended:
+        one.passes.discard(number)
+    if not is_inside_backward():
+        for one in ended:
+            one.finish()

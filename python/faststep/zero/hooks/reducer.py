@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..layout.pages import BufferPool
 from ..layout.slots import Slot
-from ..transport.group import Group
+from ..transport.group import Group, Late, listed
 from .gradient_buckets import GradientBucket
-from .use_counts import UseCounts
-
-__all__ = ["Reducer"]
 
 MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes alone
+_WHAT = "counting the parameters that were used"
 
 
 class Reducer:
-    """The buckets of one model in a pass.
-
-    Args:
-        slots: all parameters, in one order on all ranks.
-        buckets: where their gradients go, in the order in which they are sent.
-        group: the ranks.
-        pool: memory of what arrives.
-    """
+    """The buckets of one model in a pass: sent in their order. All ranks have the same slots."""
 
     def __init__(
         self, slots: list[Slot], buckets: list[GradientBucket], group: Group, pool: BufferPool
@@ -40,7 +33,6 @@ class Reducer:
         self._counted: UseCounts | None = None  # the last counts of a pass
 
     def begin(self) -> None:
-        """Start a pass."""
         if self._counted is not None:
             self._counted.refuse_late()
         for bucket in self._buckets:
@@ -74,16 +66,13 @@ class Reducer:
             has_failed: what arrives is dropped, and the other ranks hear of that.
             waits: this rank must know of failures at once, on a CUDA device too.
             says: this rank has gradients of parameters without a slot.
-
-        Raises:
-            RuntimeError: the pass has failed on another rank.
         """
         self.took_all = False
         while self._next < len(self._buckets):
             self._send_next()
         counting = None
         if self._next == len(self._buckets):
-            counting = UseCounts(self._slots, self._group, has_failed, waits, says)
+            counting = UseCounts(self._slots, self._group, has_failed + 2 * says, waits)
             self._next += 1
         if self._group.replicas is not None:
             for bucket in self._under_way:
@@ -99,8 +88,8 @@ class Reducer:
         counting.finish()
         if not has_failed:
             counting.refuse_failed()
-        self.took_all = not counting.says_one()
-        return counting.counts()
+        self.took_all = not any(word & 2 for word in counting.words)
+        return counting.counts
 
     def drop(self) -> None:
         """Let go of all gradients."""
@@ -120,3 +109,60 @@ class Reducer:
 
     def _receive_next(self) -> None:
         self._under_way.popleft().receive()
+
+
+class UseCounts:
+    """In how many ranks each parameter was used in a pass, and on which ranks it has failed.
+
+    Making it begins a collective. On a CUDA device only a rank that left a parameter out waits for
+    the counts. Others hear that a pass has failed before they begin the next one.
+
+    A rank's word is 1 if the pass has failed there, plus 2 if it has gradients of parameters
+    without a slot.
+    """
+
+    def __init__(self, slots: Sequence[Slot], group: Group, word: int, waits: bool) -> None:
+        self._group = group
+        self._late: Late | None = None  # counts that this rank has not waited for
+        mine = [slot.arrived for slot in slots]
+        self.counts = [1] * len(mine)  # by slot, after `finish`; 1 where this rank does not wait
+        self.words: list[int] = []  # of all ranks, after `finish`, if this one waits
+        self._waits = waits or bool(word & 1) or group.device.type == "cpu" or not all(mine)
+        if self._waits:
+            words = [0] * group.total
+            words[group.place] = word
+            self._flags = torch.tensor([*mine, *words], dtype=torch.int32).to(group.device)
+        else:  # without a copy to the device, for which the host would wait
+            size = len(mine) + group.total
+            self._flags = torch.zeros(size, dtype=torch.int32, device=group.device)
+            self._flags[: len(mine)] = 1
+        self._pending = group.start_adding(self._flags, _WHAT)
+
+    def finish(self) -> None:
+        """Return when the counts of this group are there, and then those of its replicas."""
+        self._pending.wait()
+        if self._group.replicas is not None:
+            self._group.replicas.add_up_inside(self._flags, f"{_WHAT}, over the replicas")
+        if self._waits:
+            numbers, count = self._flags.tolist(), len(self.counts)
+            self.counts, self.words = numbers[:count], numbers[count:]
+        else:
+            self._late = Late(self._flags)
+
+    def refuse_failed(self) -> None:
+        """Raise RuntimeError if the pass has failed on a rank, as far as this one waits."""
+        if failed := [rank for rank, word in enumerate(self.words) if word & 1]:
+            raise RuntimeError(
+                f"faststep.zero: a backward pass has failed on {listed(failed)}, whose gradients "
+                "are missing: call zero_grad() on all ranks and go on with the next batch; nothing "
+                "was updated"
+            )
+
+    def refuse_late(self) -> None:
+        """Before the next pass: raise what `refuse_failed` could not know."""
+        late, self._late = self._late, None
+        if late is not None and any(word & 1 for word in late.read()[len(self.counts) :].tolist()):
+            raise RuntimeError(
+                "faststep.zero: the backward pass before this one has failed on another rank, and "
+                "the step after it used the others' gradients: start again from a checkpoint"
+            )

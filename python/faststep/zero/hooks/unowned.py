@@ -15,79 +15,62 @@ from torch import Tensor, nn
 from ...grads.hooks import Hooked, weakly
 from ..transport.group import Group
 
-__all__ = ["Unowned", "can_be_trained"]
-
 
 class Unowned:
-    """The hooks of these parameters.
-
-    Args:
-        params: the parameters, in one order on all ranks.
-        group: the ranks.
-        arrived: called by each hook.
-    """
+    """The hooks of these parameters, which are in one order on all ranks; each calls `arrived`."""
 
     def __init__(
         self, params: Iterable[Tensor], group: Group, arrived: Callable[[], object]
     ) -> None:
         self._group = group
         self._arrived = arrived
-        self._numbers: Hooked[int] = Hooked()
-        self._touched: set[int] = set()  # since they were reduced, on this rank
+        self._hooked: Hooked[None] = Hooked()
+        self.touched: set[int] = set()  # since they were reduced, on this rank, by `id`
         touch = weakly(self._touch)
-        for number, param in enumerate(params):
-            self._numbers.add(param, number, touch)
+        for param in params:
+            self._hooked.add(param, None, touch)
 
     def _touch(self, param: Tensor) -> None:
-        if (number := self._numbers.of(param)) is not None:
-            self._touched.add(number)
+        if param in self._hooked:
+            self.touched.add(id(param))
             self._arrived()
 
     def ids(self) -> set[int]:
-        """The parameters by `id`."""
-        return {id(param) for param, _ in self._numbers}
+        return {id(param) for param, _ in self._hooked}
 
     def __bool__(self) -> bool:
-        return len(self._numbers) > 0
+        return len(self._hooked) > 0
 
     def leave(self, params: Iterable[Tensor]) -> None:
         """Let a sharded optimizer have some of them."""
         gone = {id(param) for param in params}
-        self._numbers.keep_only([param for param, _ in self._numbers if id(param) not in gone])
+        self._hooked.keep_only([param for param, _ in self._hooked if id(param) not in gone])
 
     def are_trained(self) -> bool:
         """True if one of them is not frozen now."""
-        return any(param.requires_grad for param, _ in self._numbers)
-
-    def has_touched(self) -> bool:
-        """True if this rank has gradients that were not reduced."""
-        return bool(self._touched)
+        return any(param.requires_grad for param, _ in self._hooked)
 
     def reduce(self, params: Sequence[Tensor] | None = None) -> None:
-        """Put the means of all ranks into `.grad`; a collective.
+        """Put the means of all ranks into `.grad`, of all or of `params`; a collective.
 
-        Args:
-            params: of these only. Those that have no hook here have a gradient of this rank.
+        Those that have no hook here have a gradient of this rank.
         """
         if params is None:
-            params = [param for param, _ in self._numbers]
-        numbers = self._numbers.of_each(params)
+            params = [param for param, _ in self._hooked]
         mine = [
-            param.grad is not None and (number is None or number in self._touched)
-            for param, number in zip(params, numbers, strict=True)
+            param.grad is not None and (param not in self._hooked or id(param) in self.touched)
+            for param in params
         ]
-        self._touched.difference_update(number for number in numbers if number is not None)
+        self.touched.difference_update(map(id, params))
         used = torch.tensor(mine, dtype=torch.int32)
         self._group.add_up(used, "counting the parameters without a sharded optimizer")
         alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for param, count in zip(params, used.tolist(), strict=True):
             if count:
-                alike[param.dtype].append(param)
-        for some in alike.values():
-            for param in some:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-            grads = [param.grad for param in some if param.grad is not None]
+                alike[param.dtype].append(param.grad)
+        for grads in alike.values():
             flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self._group.total)
             self._group.add_up(flat, "reducing the gradients without a sharded optimizer")
             parts = torch.split(flat, [grad.numel() for grad in grads])

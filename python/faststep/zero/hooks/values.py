@@ -12,20 +12,12 @@ from ..layout.slots import Slot
 from ..transport.group import Group
 from .gradients import Gradients
 
-__all__ = ["GradientValues"]
-
 
 class GradientValues:
     """The answers of placeholders.
 
-    Args:
-        slots: all parameters, by their number.
-        gradients: those of these parameters.
-        group: the ranks that share the slices.
-
-    Attributes:
-        unscale: multiplies all gradients of a dtype, and looks for infinities on all ranks; a
-            collective.
+    `unscale` multiplies all gradients of a dtype, and looks for infinities on all ranks; a
+    collective.
     """
 
     def __init__(
@@ -43,7 +35,6 @@ class GradientValues:
         self._measured_at = -1  # how often gradients had changed then
 
     def name_of(self, index: int) -> str:
-        """The name of a parameter."""
         return self._slots[index].name
 
     def make_zero(self, index: int) -> None:
@@ -55,10 +46,8 @@ class GradientValues:
     ) -> None:
         """Change a gradient, on this rank; all ranks are expected to do the same.
 
-        Args:
-            index: the number of the parameter.
-            update: called with a flat part of the gradient, and with a function that cuts a tensor
-                of the parameter's shape, or one that broadcasts to it, to this part.
+        `update` is called with a flat part of the gradient, and with a function that cuts a tensor
+        of the parameter's shape, or one that broadcasts to it, to this part.
         """
         slot = self._ready(index)
         if slot.whole is not None:
@@ -69,11 +58,7 @@ class GradientValues:
         self._gradients.changes += 1
 
     def whole(self, index: int) -> Tensor:
-        """The gradient of a parameter, gathered from the ranks; a collective.
-
-        Raises:
-            RuntimeError: a rank did not call it.
-        """
+        """The gradient of a parameter, gathered from the ranks; a collective."""
         slot = self._ready(index)
         if slot.whole is not None:
             return slot.whole
@@ -91,11 +76,7 @@ class GradientValues:
         self._slots[index].whole = whole
 
     def norm(self, index: int, order: float) -> Tensor:
-        """The norm of the gradient of a parameter, fp64; a collective after each change of any.
-
-        Raises:
-            RuntimeError: a rank did not call it.
-        """
+        """The norm of the gradient of a parameter, fp64; a collective after each change of any."""
         slot = self._ready(index)
         if slot.whole is not None:
             norm: Tensor = torch.linalg.vector_norm(slot.whole, order, dtype=torch.float64)

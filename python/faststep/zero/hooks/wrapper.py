@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ...grads.hooks import weakly
 from .gradients import Gradients
 
-__all__ = ["Wrapper", "check_wrapped"]
-
 
 def check_wrapped(model: DistributedDataParallel) -> None:
     """Raise TypeError for a model whose gradients cannot be taken over."""
@@ -42,11 +40,7 @@ _wrappers = weakref.WeakKeyDictionary()
 
 
 class Wrapper:
-    """The hooks of a model, which all sharded optimizers of its parameters share.
-
-    Args:
-        model: the model, whose buckets are used no more.
-    """
+    """The hooks of a model, which all sharded optimizers of its parameters share."""
 
     @staticmethod
     def of(model: DistributedDataParallel, gradients: Gradients) -> Wrapper:

@@ -8,12 +8,11 @@ exchange nothing but chunks' sums to get a norm with the same bits as one proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-
-__all__ = ["CHUNK", "Bucket", "Flat", "Piece", "Span", "chunks_in", "make_buckets"]
+from torch import Tensor
 
 CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
 TOGETHER = 4  # parameters of a module: weights and biases
@@ -70,16 +69,18 @@ class Bucket(NamedTuple):
                 yield Piece(place, first - begin, last - first, first)
 
 
+def flats_of(named: Iterable[tuple[str, Tensor]]) -> list[Flat]:
+    """Parameters with their names, as the layout needs to know them."""
+    return [Flat(p.numel(), p.dtype, name.rpartition(".")[0] or None) for name, p in named]
+
+
 def chunks_in(count: int) -> int:
     """The number of chunks of so many elements."""
     return -(-count // CHUNK)
 
 
 def make_buckets(
-    params: Sequence[Flat],
-    world: int,
-    bucket_bytes: float,
-    last_bytes: float | None = None,
+    params: Sequence[Flat], world: int, bucket_bytes: float, last_bytes: float | None = None
 ) -> list[Bucket]:
     """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
 

@@ -23,20 +23,9 @@ from .cuts import Bucket
 from .pages import Pages
 from .slots import Slot
 
-__all__ = ["FlatParams", "refuse_overlaps"]
-
 
 class FlatParams:
-    """The memory of a bucket's parameters.
-
-    Args:
-        layout: where they lie.
-        slots: the parameters, in the layout's order. Their memory moves.
-        device: where they are.
-
-    Attributes:
-        flat: all of them, one after another.
-    """
+    """The memory of a bucket's parameters, which moves to one tensor, `flat`, as `layout` says."""
 
     def __init__(self, layout: Bucket, slots: Sequence[Slot], device: torch.device) -> None:
         self._layout = layout
@@ -67,11 +56,7 @@ class FlatParams:
         return piece
 
     def away(self) -> list[int]:
-        """The numbers of the parameters that lie elsewhere.
-
-        Raises:
-            RuntimeError: one has become something else.
-        """
+        """The numbers of the parameters that lie elsewhere; raises if one became another kind."""
         found = []
         for number, (slot, place) in enumerate(zip(self._slots, self._places, strict=True)):
             param = slot.param
@@ -91,12 +76,11 @@ class FlatParams:
     def follow(self, away: Sequence[int]) -> None:
         """Take over the values of parameters that lie elsewhere; none may be on their way."""
         self._outside = []
-        others: Iterable[int] = ()
         if any(self._is_held(number) for number in away):
             self._allocate()
-            others = set(range(len(self._slots))).difference(away)
-        for number in others:  # on a device all of them refer to one Storage
-            self._take_over(number, moves=not self.flat.is_cpu)
+            for number in set(range(len(self._slots))).difference(away):
+                # On a device all of them refer to one Storage.
+                self._take_over(number, moves=not self.flat.is_cpu)
         for number in away:
             self._take_over(number)
 
@@ -153,10 +137,7 @@ def _is_alone(param: Tensor) -> bool:
 def refuse_overlaps(params: Iterable[tuple[str, Tensor]], where: str, undone: str) -> None:
     """Raise TypeError for parameters that share memory: moving them apart would change the model.
 
-    Args:
-        params: with their names.
-        where: how the error begins.
-        undone: what it says was not done.
+    The error begins with `where`, and says that nothing was `undone`.
     """
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in params if p.nbytes)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):

@@ -11,8 +11,6 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "Pages"]
-
 _LEAST = 2**20  # bytes; the C library has smaller blocks at hand
 
 
@@ -43,14 +41,10 @@ class Pages:
 
 
 class BufferPool:
-    """Blocks of CPU memory for messages, each used again by those that follow.
-
-    Args:
-        nbytes: of a block, the longest message. A block takes what was used of it.
-    """
+    """Blocks of CPU memory for messages, each used again by those that follow."""
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self._nbytes = nbytes  # of a block, the longest message; a block takes what was used of it
         self._free: list[Tensor] = []
 
     def grow(self, nbytes: int) -> None:

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._torch.ddp import current_backward
-from ..._torch.tensors import (
-    PLAIN_RESULTS,
-    let_foreach_take,
-    new_wrapper,
-    tree_iter,
-    tree_map,
-    tree_map_only,
-)
-
-__all__ = ["Placeholder"]
+from ..._torch.tensors import PLAIN_RESULTS, let_foreach_take, new_wrapper, tree_iter, tree_map_only
 
 _aten = torch.ops.aten
 _REFUSED = object()
@@ -28,28 +19,15 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class Values(Protocol):
-    """Reads and changes the slices."""
+    """Reads and changes the slices; `GradientValues` has the docstrings."""
 
-    def name_of(self, index: int) -> str:
-        """The name of a parameter."""
-
-    def make_zero(self, index: int) -> None:
-        """Set the gradient of a parameter to zero."""
-
-    def change(self, index: int, update: Callable[[Tensor, Cut], object]) -> None:
-        """Change a gradient: each slice by itself, with the part of other tensors beside it."""
-
-    def whole(self, index: int) -> Tensor:
-        """The gradient of a parameter; a collective."""
-
-    def keep(self, index: int, whole: Tensor) -> None:
-        """Let what is written to a whole gradient from now on be its value."""
-
-    def norm(self, index: int, order: float) -> Tensor:
-        """The norm of the gradient of a parameter; a collective."""
-
-    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> object:
-        """Multiply all gradients of a dtype, and look for infinities on all ranks."""
+    def name_of(self, index: int) -> str: ...
+    def make_zero(self, index: int) -> None: ...
+    def change(self, index: int, update: Callable[[Tensor, Cut], object]) -> None: ...
+    def whole(self, index: int) -> Tensor: ...
+    def keep(self, index: int, whole: Tensor) -> None: ...
+    def norm(self, index: int, order: float) -> Tensor: ...
+    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> object: ...
 
 
 class Placeholder(Tensor):
@@ -59,17 +37,12 @@ class Placeholder(Tensor):
     on the slices. A norm is put together from those of the slices. All other operators get the
     whole gradient, gathered from the ranks.
 
-    Attributes:
-        number: of the parameter.
-        pending: what backward has added.
-        is_dropped: the gradient is gone; a script kept this.
-
     It refers to the values weakly: torch cannot collect a circle through `.grad`.
     """
 
-    number: int
-    pending: Tensor | None
-    is_dropped = False
+    number: int  # of the parameter
+    pending: Tensor | None  # what backward has added
+    is_dropped = False  # the gradient is gone; a script kept this
     _refer: Callable[[], Values | None]
     _origin: Placeholder | None  # whose `detach()` or `.data` this is
 
@@ -156,17 +129,13 @@ class Placeholder(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         answer = _ANSWERS.get(func)
         if answer is not None and (given := answer(*args, **kwargs)) is not _REFUSED:
             return given
-        if _is_elementwise(func) and _changes(args[0]):
+        if _is_elementwise(func) and any(isinstance(one, cls) for one in tree_iter(args[0])):
             _change(func, args, kwargs)
             return args[0] if isinstance(args[0], Tensor) else None
         return _on_wholes(func, args, kwargs)
@@ -201,8 +170,7 @@ def _zero(held: Tensor) -> object:
 
 def _zero_all(held: list[Tensor]) -> None:
     for one in held:
-        if _zero(one) is _REFUSED:
-            one.zero_()
+        one.zero_()
 
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -253,23 +221,16 @@ def _is_elementwise(func: Any) -> bool:
     name, tags = func._schema.name, func.tags
     if not func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
         return False
-    is_pointwise = torch.Tag.pointwise in tags or name.startswith("aten::_foreach_")
-    return is_pointwise or name in _ELEMENTWISE
+    return torch.Tag.pointwise in tags or name.startswith("aten::_foreach_") or name in _ELEMENTWISE
 
 
 _ELEMENTWISE = {"aten::copy_", "aten::fill_", "aten::masked_fill_"}  # that have no tag
 
 
-def _changes(target: Any) -> bool:
-    """True if one of ours is among what an operator changes."""
-    targets = target if isinstance(target, (list, tuple)) else [target]
-    return any(isinstance(one, Placeholder) for one in targets)
-
-
 def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Apply an elementwise operator to slices, one gradient after another."""
     is_foreach = isinstance(args[0], (list, tuple))
-    options = tree_map(_whole, (args[1:], kwargs))
+    options = tree_map_only(Placeholder, _whole, (args[1:], kwargs))
     for number, grad in enumerate(args[0] if is_foreach else args[:1]):
         mine, named = options
         if is_foreach:
@@ -312,9 +273,8 @@ def _replaced(values: Any, by: dict[Any, Tensor]) -> Any:
     return tree_map_only(Tensor, lambda one: by.get(one, one), values)
 
 
-def _whole(value: Any) -> Any:
-    """The whole gradient of one of ours; anything else as it is."""
-    return value.gradients.whole(value.number) if isinstance(value, Placeholder) else value
+def _whole(held: Placeholder) -> Tensor:
+    return held.gradients.whole(held.number)
 
 
 def _empty(like: Placeholder) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .placeholder import Placeholder
-
-__all__ = ["Part", "Slot"]
 
 
 class Part(NamedTuple):
@@ -21,39 +20,26 @@ class Part(NamedTuple):
     begin: int  # in elements of the parameter
 
 
+@dataclass(eq=False)
 class Slot:
-    """A parameter that is sharded.
+    """A parameter that is sharded."""
 
-    Attributes:
-        index: among all that are sharded, in the order of buckets.
-        name: in the model.
-        param: the model's parameter.
-        bucket: the number of its bucket.
-        place: its number in the bucket.
-        shape: of the parameter, and of its gradient in the bucket.
-        strides: the same. The script may give the parameter others; a step puts them back.
-        stand_in: what stands in its `.grad` while the slices hold its gradient.
-        part: what this rank owns of it, if anything.
-        arrived: in this backward pass, on this rank.
-        held: the slices hold a gradient that some rank has given since the last zero_grad().
-        whole: the gradient in the place of the slices, after a script has taken a view of it.
-    """
+    index: int  # among all that are sharded, in the order of buckets
+    name: str  # in the model
+    param: Tensor
+    bucket: int  # the number of its bucket
+    place: int  # its number in the bucket
+    part: Part | None = None  # what this rank owns of it, if anything
+    arrived: bool = False  # in this backward pass, on this rank
+    held: bool = False  # slices have a gradient that some rank has given since the last zero_grad()
+    whole: Tensor | None = None  # the gradient in place of slices, once a script had a view of it
 
-    def __init__(self, index: int, name: str, param: Tensor, bucket: int, place: int) -> None:
-        self.index = index
-        self.name = name
-        self.param = param
-        self.bucket = bucket
-        self.place = place
-        self.shape = param.size()
-        self.strides = param.stride()
-        self.part: Part | None = None
-        self.arrived = False
-        self.held = False
-        self.whole: Tensor | None = None
+    def __post_init__(self) -> None:
+        # Of its gradient in the bucket, too. If the script changes those, a step puts them back.
+        self.shape, self.strides = self.param.size(), self.param.stride()
 
     def stand_for(self, made: Placeholder) -> None:
-        """Let this stand in for its gradients."""
+        """Let this be in its `.grad` while the slices hold its gradient."""
         self.stand_in = made
         del made
         self._uses = sys.getrefcount(self.stand_in)

@@ -1,17 +1,22 @@
-"""A whole parameter's state, with the part of this rank, for torch.distributed.checkpoint."""
+"""A whole parameter's state, with the part of this rank, for torch.distributed.checkpoint.
+
+It knows parts of tensors as boxes: ranges of indices in every dimension. What a rank owns of a
+parameter is one range of its memory, which at most two boxes per dimension make up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._torch.tensors import new_wrapper
-from .boxes import Box, boxes_of
-
-__all__ = ["SlicedState"]
+from ...optim.base import FusedOptimizer
+from ...optim.masters import fitting
+from ..layout.slots import Slot
 
 _aten = torch.ops.aten
 
@@ -21,14 +26,10 @@ class SlicedState(Tensor):
 
     torch.distributed.checkpoint saves and loads it part by part, without gathering. Whatever else
     would read or write it raises an error.
-
-    Attributes:
-        param_name: the name of the parameter.
-        part: where this rank's range of the parameter's memory begins, and its elements; None for
-            no range.
     """
 
     param_name: str
+    # Where this rank's range of the parameter's memory begins, and its elements; None for no range.
     part: tuple[int, Tensor] | None
 
     @staticmethod
@@ -63,11 +64,7 @@ class SlicedState(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         change = _CHANGES.get(func)
         if change is not None and isinstance(args[0], SlicedState):
@@ -91,20 +88,22 @@ class SlicedState(Tensor):
 
     # ---- what torch.distributed.checkpoint asks, by the names of its protocol
 
-    def _boxes(self) -> Iterator[tuple[Box, Tensor]]:
+    def _boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """The offsets and elements of each box."""
         if self.part is None:
             return
         begin, values = self.part
-        for box in boxes_of(begin, values.numel(), self.size(), self.stride()):
-            start = values.storage_offset() + box.at
-            yield box, values.as_strided(box.sizes, self.stride(), start)
+        start = values.storage_offset()
+        for offsets, sizes in boxes_of(begin, values.numel(), self.size(), self.stride()):
+            yield offsets, values.as_strided(sizes, self.stride(), start)
+            start += math.prod(sizes)
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box, _ in self._boxes()
+            ChunkStorageMetadata(torch.Size(offsets), values.size())
+            for offsets, values in self._boxes()
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
@@ -121,8 +120,8 @@ class SlicedState(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for box, values in self._boxes():
-            if box.offsets == tuple(index.offset):
+        for offsets, values in self._boxes():
+            if offsets == tuple(index.offset):
                 return values
         raise ValueError(f"this rank has no part of {index.fqn!r} at {tuple(index.offset)}")
 
@@ -134,3 +133,64 @@ _CHANGES: dict[Any, Callable[[Tensor, dict[str, Any]], Tensor]] = {
     _aten.new_empty.default: lambda values, _: torch.empty_like(values),
     _aten._to_copy.default: lambda values, options: values.to(options.get("dtype"), copy=True),
 }
+
+
+def boxes_of(
+    begin: int, count: int, sizes: Sequence[int], strides: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes that make up a range of a tensor's memory, in the order of memory.
+
+    They are given by their offsets and sizes. Each is one piece of memory. `strides` are those of a
+    tensor without gaps.
+    """
+    if not math.prod(sizes):
+        yield (0,) * len(sizes), tuple(sizes)
+        return
+    order = sorted(
+        (dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: -strides[dim]
+    )
+    for offsets, lengths in _cut(begin, begin + count, [sizes[dim] for dim in order]):
+        where, extent = [0] * len(sizes), [1] * len(sizes)
+        for dim, offset, length in zip(order, offsets, lengths, strict=True):
+            where[dim], extent[dim] = offset, length
+        yield tuple(where), tuple(extent)
+
+
+def _cut(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The same for a row-major tensor, as offsets and lengths."""
+    if not sizes:
+        yield [], []
+        return
+    inner = sizes[1:]
+    row = math.prod(inner)
+    while begin < end:
+        first, inside = divmod(begin, row)
+        rows = 0 if inside else (end - begin) // row
+        if rows:
+            yield [first, *[0] * len(inner)], [rows, *inner]
+            begin += rows * row
+            continue
+        stop = min(end, (first + 1) * row)
+        for offsets, lengths in _cut(inside, stop - first * row, inner):
+            yield [first, *offsets], [1, *lengths]
+        begin = stop
+
+
+def cut_state(
+    fused: FusedOptimizer, slot: Slot, state: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """This rank's part of the state of a whole parameter, by its part of the parameter."""
+    whole = fitting(state, slot.param, fused._keeps_masters)
+    if not whole or slot.part is None:
+        return {}
+    numbers = ("step", *fused._numbers)
+    return {slot.part.values: {k: _part_of(v, slot, k in numbers) for k, v in whole.items()}}
+
+
+def _part_of(value: Any, slot: Slot, is_number: bool) -> Any:
+    """A part of a state that has the parameter's shape, a copy of another one."""
+    if isinstance(value, SlicedState):
+        return value.part and value.part[1]
+    if not isinstance(value, Tensor):
+        return value
+    return (value if is_number or value.shape != slot.shape else slot.cut(value)).clone()

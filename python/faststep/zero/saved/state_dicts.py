@@ -1,23 +1,31 @@
-"""state_dict and load_state_dict of a sharded optimizer."""
+"""State dicts of a sharded optimizer.
+
+States of whole parameters are gathered on rank 0, one bucket after another, or each rank gives its
+own part.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..._torch.checkpoint import wanted_states
+from ..._torch.checkpoint import Wanted, wanted_states
 from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
 from ...optim.load_masters import loading_masters
 from ...optim.masters import complete_states
 from ..engine import Engine
-from ..transport.group import Group
-from .gathered import States, drop_missing, load_states, states_for
+from ..hooks.gradient_buckets import GradientBucket
+from ..layout.slots import Slot
+from ..transport.group import Group, Pending
+from .sliced import SlicedState, cut_state
 
-__all__ = ["StateDicts"]
+States = defaultdict[Tensor, dict[str, Any]]
 
 
 class StateDicts(Optimizer):
@@ -45,7 +53,7 @@ class StateDicts(Optimizer):
         wanted, whole = wanted_states(), self._consolidated
         if whole is None or wanted is not None:
             self._prepare_states()
-            whole = states_for(self._engine, wanted or "whole")
+            whole = _states_for(self._engine, wanted or "whole")
         mine = self.state
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
@@ -78,7 +86,7 @@ class StateDicts(Optimizer):
                 "StateDictOptions(full_state_dict=True, cpu_offload=True) on all ranks"
             )
         self._prepare_states()
-        whole = states_for(self._engine, "whole" if to == 0 else "whole everywhere")
+        whole = _states_for(self._engine, "whole" if to == 0 else "whole everywhere")
         self._consolidated = whole if self._engine.group.rank == to else defaultdict(dict)
 
     def _prepare_states(self) -> None:
@@ -115,9 +123,9 @@ class StateDicts(Optimizer):
             try:
                 with loading_masters(self, self._owned._keeps_masters):
                     super().load_state_dict(state_dict)
-                drop_missing(self.state)
+                _drop_missing(self.state)
                 self._complete_loaded()
-                load_states(self._engine, self.state)
+                _load_states(self._engine, self.state)
             except BaseException:
                 self.param_groups = groups
                 raise
@@ -142,3 +150,184 @@ class StateDicts(Optimizer):
             "a sharded optimizer cannot be pickled or copied: it holds this rank's part only; save "
             "its state_dict(), which gathers all parts"
         )
+
+
+def _states_for(engine: Engine, wanted: Wanted) -> States:
+    """The states by whole parameters; a collective."""
+    engine.group.meet("state_dict()" if wanted == "whole" else f"state_dict() ({wanted})")
+    if wanted == "slices":
+        return _sliced_states(engine)
+    return _whole_states(engine, everywhere=wanted == "whole everywhere")
+
+
+def _sliced_states(engine: Engine) -> States:
+    """Tensors with the elements of this rank, of all parameters that have a state on some rank.
+
+    Before the first step these are new states, to be loaded into.
+    """
+    states: Mapping[Tensor, dict[str, Any]] = engine.slices.fused.state
+    entries_of = _entries_on_all(engine, states)
+    if not entries_of:
+        states = engine.slices.new_states()
+        entries_of = _entries_on_all(engine, states)
+    made: States = defaultdict(dict)
+    for slot in engine.slots:
+        if not (entries := entries_of.get(slot.index)):
+            if not engine.slices.keys_of(slot.param):
+                made[slot.param] = {}  # as in torch, where such a class has empty states
+            continue
+        part, own = slot.part, {} if slot.part is None else states[slot.part.values]
+        for key, it in entries.items():
+            if isinstance(it, torch.dtype):
+                mine = None if part is None else (part.begin, own[key].detach().view(-1))
+                it = SlicedState(slot.name, slot.shape, slot.strides, it, mine)
+            made[slot.param][key] = it if isinstance(it, SlicedState) else own.get(key, it)
+    made.update(engine.frozen_states)
+    return made
+
+
+def _entries_on_all(
+    engine: Engine, states: Mapping[Tensor, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """The parts of the states of each parameter, by the number of its slot.
+
+    Tensors with an element per element of the parameter are their dtype.
+    """
+    mine = {
+        slot.index: {key: _described(value) for key, value in state.items()}
+        for slot in engine.slots
+        if slot.part is not None and (state := states.get(slot.part.values))
+    }
+    found: dict[int, dict[str, Any]] = {}
+    for theirs in engine.group.share(mine):
+        for index, entries in theirs.items():
+            found.setdefault(index, entries)
+    return found
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.dtype if value.dim() else value.cpu()  # one on a device would come to it there
+
+
+def _whole_states(engine: Engine, everywhere: bool) -> States:
+    """The states of whole parameters on rank 0, none on the others, or all `everywhere`.
+
+    With replicas it is rank 0 of the first one. Whoever gets them needs room for all of them, and
+    rank 0 for a part of one.
+    """
+    whole: States = defaultdict(dict)
+    group = engine.group
+    if group.replicas is not None and group.replicas.rank and not everywhere:
+        return whole  # the first replica has them too
+    entries_of = _entries_on_all(engine, engine.slices.fused.state)
+    for bucket in engine.buckets:
+        found: States = defaultdict(dict)
+        flats: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for slot in bucket.slots:
+            for key, it in entries_of.get(slot.index, {}).items():
+                value = it
+                if isinstance(it, torch.dtype):
+                    flat = torch.empty(slot.shape.numel(), dtype=it, device=group.device)
+                    flats[slot.place][key] = flat
+                    value = flat.as_strided(slot.shape, slot.strides)
+                elif isinstance(it, Tensor):
+                    value = it.clone()
+                found[slot.param][key] = value
+        for pending in [*_gather(engine, bucket, flats)]:
+            pending.wait()
+        if everywhere:
+            group.broadcast(flat for some in flats.values() for flat in some.values())
+        if everywhere or not group.rank:
+            for param, state in found.items():
+                whole[param] = {
+                    key: value.cpu() if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }
+    if everywhere or not group.rank:
+        whole.update(engine.frozen_states)
+    return whole
+
+
+def _gather(
+    engine: Engine, bucket: GradientBucket, flats: Mapping[int, Mapping[str, Tensor]]
+) -> Iterator[Pending]:
+    """Let rank 0 put states together from what the ranks own of them.
+
+    `flats` has them by the places of the parameters in the bucket.
+    """
+    group = engine.group
+    for rank in range(group.world):
+        for place, begin, size, _ in bucket.layout.pieces_of(rank):
+            part = bucket.slots[place].part
+            for key, flat in flats.get(place, {}).items():
+                piece = flat[begin : begin + size]
+                if rank == group.rank and part is not None:
+                    mine = engine.slices.fused.state[part.values][key].detach().reshape(-1)
+                    if rank:
+                        yield group.send(mine)
+                    else:
+                        piece.copy_(mine)
+                elif not group.rank:
+                    yield group.receive(piece, rank)
+
+
+def _drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:
+    """Drop what torch.distributed.checkpoint puts in where a flat state dict has no entry."""
+    for state in states.values():
+        for key in [key for key, value in state.items() if isinstance(value, dict) and not value]:
+            del state[key]
+
+
+def _load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
+    """Keep this rank's part of the states of whole parameters; a collective.
+
+    Raises RuntimeError on all ranks, with nothing loaded, if ranks were given states of different
+    parameters, or only some were, or a state does not fit.
+    """
+    found = [(slot, states.get(slot.param, {})) for slot in engine.slots]
+    problems = [text for slot, state in found if (text := _problem_of(slot, state))]
+    lines = [f"{slot.name!r} state of {sorted(state)}" for slot, state in found]
+    engine.group.meet("load_state_dict()")
+    engine.group.check_alike([*lines, problems[0] if problems else ""], "load_state_dict()")
+    if problems:
+        raise RuntimeError(f"load_state_dict(): {problems[0]}; nothing was loaded")
+    cut_states(engine, states)
+
+
+def _problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
+    """Why the state of a parameter cannot be cut for this rank; "" if it can."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key == "step" or not value.dim():
+            continue
+        if value.shape != slot.param.shape:
+            return (
+                f"{key!r} of {slot.name!r} has the shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(slot.param.shape)}"
+            )
+        if isinstance(value, SlicedState):
+            wanted = slot.part and (slot.part.begin, slot.part.values.numel())
+            found = value.part and (value.part[0], value.part[1].numel())
+            if wanted != found or value.stride() != slot.strides:
+                return (
+                    f"{key!r} of {slot.name!r} was cut for other slices; load it by "
+                    "torch.distributed.checkpoint, or take whole states "
+                    "(StateDictOptions(full_state_dict=True))"
+                )
+    return ""
+
+
+def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Give this rank's optimizer its part of the states of whole parameters."""
+    cut: dict[Tensor, dict[str, Any]] = {}
+    for slot in engine.slots:
+        cut.update(cut_state(engine.slices.fused, slot, states.get(slot.param, {})))
+    mine = engine.slices.fused.state
+    mine.clear()
+    mine.update(cut)
+    sharded = {id(slot.param) for slot in engine.slots}
+    engine.frozen_states = {
+        param: state for param, state in states.items() if id(param) not in sharded
+    }
+    engine.slices.forget()

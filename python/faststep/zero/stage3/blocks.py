@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-__all__ = ["announce", "blocks_of", "has_forward", "homes_of", "tied_blocks"]
-
 FEW = 8  # a class of fewer blocks may be one of stages or stacks, which have blocks inside
 TOO_LARGE = 1 / 3  # of the model: a stage or stack that holds more is taken apart
 MOST = 2 / 3  # of a block: what those inside must hold for it
@@ -93,10 +91,11 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _held(blocks: Sequence[nn.Module], total: int) -> list[nn.Module]:
     """Those of classes that hold much of the model together."""
-    kinds = {type(block) for block in blocks}
-    of_kind = {kind: [block for block in blocks if type(block) is kind] for kind in kinds}
-    much = {kind for kind, some in of_kind.items() if _size_of(some) > SMALL * total}
-    return [block for block in blocks if type(block) in much]
+    sizes = {
+        kind: _size_of(block for block in blocks if type(block) is kind)
+        for kind in set(map(type, blocks))
+    }
+    return [block for block in blocks if sizes[type(block)] > SMALL * total]
 
 
 def homes_of(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, list[tuple[str, int]]]:
@@ -119,16 +118,14 @@ def tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
 
 def announce(model: nn.Module, blocks: Sequence[nn.Module], is_default: bool) -> tuple[str, ...]:
     """Log which blocks are sharded, and warn if that saves little; returns their names."""
-    total = max(1, _size_of([model]))
+    total = _size_of([model])
     known = {id(block) for block in blocks}
     names = tuple(name for name, module in model.named_modules() if id(module) in known)
     kinds = Counter(type(block).__name__ for block in blocks)
     what = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no blocks"
     _log.info("shard(stage=3): %s, and the rest of the model: %s", what, ", ".join(names))
-    inside = {id(param) for block in blocks for param in block.parameters()}
-    rest = sum(param.numel() for param in model.parameters() if id(param) not in inside)
     sizes = {name: _size_of([model.get_submodule(name)]) for name in names}
-    sizes[""] = rest
+    sizes[""] = total - _size_of(blocks)
     name = max(sizes, key=sizes.__getitem__)
     if is_default and sizes[name] > HALF * total:
         which = f"block {name!r}" if name else f"what is outside of blocks ({what})"

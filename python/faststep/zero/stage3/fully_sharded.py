@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..._torch.tensors import storage_record_of
+from ...grads.hooks import weakly
 from ...grads.params import name_of
 from ..admitted import taken_by_another
 from ..transport.group import Group
 from .blocks import has_forward, homes_of
-
-__all__ = ["adopt", "check_fully", "follow_successors", "shard_fully"]
 
 # What has been sharded here, for other optimizers of the same model that are sharded later.
 _successors: Any = WeakTensorKeyDictionary()  # of each parameter that fully_shard has replaced
@@ -28,14 +28,7 @@ _sharded: Any = WeakTensorKeyDictionary()  # the optimizer of each of these, wea
 
 
 def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Module]) -> None:
-    """Raise for what fully_shard would refuse when a part of the model is sharded already.
-
-    Raises:
-        TypeError: a block or a parameter of the wrong kind, a parameter of another sharded
-            optimizer, or one that is used inside of a block and outside of it.
-        ValueError: a block that is not one of the model's, or is there twice.
-        RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
-    """
+    """Raise for what fully_shard would refuse when a part of the model is sharded already."""
     _refuse_blocks(model, blocks)
     for name, param in model.named_parameters():
         problem = ""
@@ -87,10 +80,7 @@ def _refuse_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def shard_fully(
-    model: nn.Module,
-    optimizer: Optimizer,
-    group: Group,
-    blocks: Sequence[nn.Module],
+    model: nn.Module, optimizer: Optimizer, group: Group, blocks: Sequence[nn.Module]
 ) -> None:
     """Shard the blocks, then the rest of the model, and let the optimizer have the new parameters.
 
@@ -100,6 +90,7 @@ def shard_fully(
     All ranks get the parameters and buffers of the group's first rank, as from
     DistributedDataParallel. States are cut as their parameters are, without communication.
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     places = [
@@ -110,8 +101,9 @@ def shard_fully(
     ]
     if places:
         group.broadcast([*(param.detach() for param, *_ in places), *model.buffers()])
-        mesh = group.mesh(places[0][0].device.type)
-        for module in (*sorted(blocks, key=_size), model):  # those inside of others first
+        mesh = DeviceMesh.from_group(group.process_group, places[0][0].device.type)
+        inner_first = sorted(blocks, key=lambda block: sum(1 for _ in block.modules()))
+        for module in (*inner_first, model):
             if any(param not in _sharded for param in module.parameters()):
                 fully_shard(module, mesh=mesh)
     for param, module, name in places:
@@ -129,12 +121,7 @@ def _owner_of(param: Tensor) -> Optimizer | None:
 
 
 def adopt(optimizer: Optimizer, params: list[Tensor]) -> None:
-    """Let the optimizer have the parameters of a new group, which were sharded with the model.
-
-    Raises:
-        RuntimeError: one was not.
-        TypeError: one is another optimizer's.
-    """
+    """Let the optimizer have the parameters of a new group, which were sharded with the model."""
     params[:] = [_successors.get(param, param) for param in params]
     for param in params:
         if param not in _sharded:
@@ -146,11 +133,6 @@ def adopt(optimizer: Optimizer, params: list[Tensor]) -> None:
             raise taken_by_another("a parameter of the new group")
     for param in params:
         _sharded[param] = weakref.ref(optimizer)
-
-
-def _size(module: nn.Module) -> int:
-    """How many modules there are in one."""
-    return sum(1 for _ in module.modules())
 
 
 def _refuse_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -186,3 +168,64 @@ def follow_successors(optimizer: Optimizer) -> None:
             optimizer.state[after] = {key: cut(value, param, after) for key, value in state.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [_successors.get(param, param) for param in group["params"]]
+
+
+class Watch:
+    """Looks at the model before each forward, and at all ranks before each step.
+
+    fully_shard reduces those gradients of a block that a rank has, side by side, and gathers the
+    parameters of whatever block a rank calls. So ranks that use different parameters, or blocks in
+    different orders, get a mixture where the sizes happen to fit.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer, group: Group
+    ) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._params: list[tuple[str, Any]] = list(model.named_parameters())
+        self._records = [storage_record_of(param) for _, param in self._params]
+        self._number = {id(module): number for number, module in enumerate((model, *blocks))}
+        self._order = 0  # made of the numbers of the blocks that were called since the last step
+        note = weakly(self._note)
+        for module in (model, *blocks):
+            module.register_forward_pre_hook(note, prepend=True)
+
+    def _note(self, module: nn.Module, *_: Any) -> None:
+        number = self._number[id(module)]
+        self._order = hash((self._order, number))
+        if not number:
+            self._refuse_ignored()
+
+    def _refuse_ignored(self) -> None:
+        """Raise RuntimeError for what has no effect with fully_shard."""
+        for (name, param), record in zip(self._params, self._records, strict=True):
+            if param._backward_hooks:
+                raise RuntimeError(
+                    f"faststep.zero: {name!r} has a hook of register_hook(), which fully_shard "
+                    "does not call; register_post_accumulate_grad_hook() is called, with the mean"
+                )
+            if storage_record_of(param) != record:
+                raise RuntimeError(
+                    f"faststep.zero: {name!r} was given values by .data =, which fully_shard "
+                    "ignores: use param.to_local().copy_(part), or load a state dict"
+                )
+
+    def check_step(self) -> None:
+        """Raise RuntimeError on every rank if ranks differ in what they used; a collective."""
+        self._refuse_ignored()
+        names = {id(param): name for name, param in self._params}
+        lines = [
+            f"{names.get(id(param))!r} with{'out' if param.grad is None else ''} a gradient, "
+            f"in group {number}"
+            for number, members in enumerate(self._optimizer.param_groups)
+            for param in members["params"]
+        ]
+        lines.append(f"called its blocks in the order with the code {self._order & 0xFFFFFFFF:x}")
+        self._order = 0
+        caller = (
+            "faststep.zero: nothing was updated, as fully_shard adds up gradients wrongly where "
+            "ranks use different parameters (model.set_reduce_scatter_unused_params(True) of newer "
+            "versions of torch has it send zeros)"
+        )
+        self._group.check_alike(lines, caller)

@@ -24,8 +24,6 @@ from ..layout.cuts import CHUNK, chunks_in
 from ..layout.slots import Slot
 from ..transport.group import Group
 
-__all__ = ["ChunkSums", "Measured"]
-
 MOST_CODES = 2**13  # squares of sums of so many are exact in float64 for up to 8192 ranks
 MOST_KEPT = 64  # sets of gradients whose places are remembered
 
@@ -68,9 +66,7 @@ class ChunkSums:
     def measure(self, present: Sequence[bool], grad_scale: Tensor | None = None) -> Measured:
         """Read this rank's gradients once, and exchange the sums; a collective.
 
-        Args:
-            present: for each slot, whether this rank has its gradient.
-            grad_scale: gradients are divided by it; 0-d.
+        `present` says of each slot whether its gradient is there. `grad_scale`, 0-d, divides them.
         """
         places, device = self._places_of(tuple(present)), self._group.device
         grads = [slot.part.grad for slot in compress(self._slots, present) if slot.part]
@@ -108,28 +104,21 @@ def _measure(grads: list[Tensor], grad_scale: Tensor | None, sums: Tensor) -> Te
     """Write the chunks' sums of squares; returns 1 where an element is infinite or NaN."""
     found = torch.zeros((), dtype=torch.float32, device=sums.device)
     scale = None if grad_scale is None else on_device(grad_scale, ordinal_of(sums))
-    if not grads:
-        return found
-    if sums.is_cpu:
-        return found.fill_(_C.chunk_squares(grads, _inverse(scale), sums))
-    _C.device_chunk_squares(grads, scale, sums, found)
+    if grads and sums.is_cpu:
+        inverse = 1.0
+        if scale is not None:  # rounded as a step of one process rounds it
+            dtype = torch.promote_types(scale.dtype, torch.float32)
+            inverse = torch.tensor(1.0 / float(scale), dtype=dtype).item()
+        found.fill_(_C.chunk_squares(grads, inverse, sums))
+    elif grads:
+        _C.device_chunk_squares(grads, scale, sums, found)
     return found
 
 
 def _fold(sums: Tensor) -> Tensor:
     norm = torch.zeros((), dtype=torch.float64, device=sums.device)
     if sums.is_cpu:
-        return norm.fill_(math.sqrt(_C.fold_squares(sums)))
-    if sums.numel():
+        norm.fill_(math.sqrt(_C.fold_squares(sums)))
+    elif sums.numel():
         _C.device_fold_squares(sums, norm)
     return norm
-
-
-def _inverse(scale: Tensor | None) -> float:
-    """The factor of the gradients, rounded as a step of one process rounds it."""
-    if scale is None:
-        return 1.0
-    inverse = 1.0 / float(scale.item())
-    if scale.dtype == torch.float64:
-        return inverse
-    return float(torch.tensor(inverse, dtype=torch.float32).item())

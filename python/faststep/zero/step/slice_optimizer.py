@@ -30,11 +30,8 @@ from ...optim.plan_step import PlanStep
 from ...optim.request import Rule, StepAnswer, StepRequest
 from ...optim.step import Stepper
 from ..layout.slots import Part, Slot
-from ..transport.group import Group
-from ..transport.late import Late, refuse_capture
+from ..transport.group import Group, Late, refuse_capture
 from .norm import ChunkSums, Measured
-
-__all__ = ["Kind", "SliceOptimizer"]
 
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
 
@@ -90,22 +87,12 @@ class SliceStates(defaultdict[Tensor, dict[str, Any]]):
 
 
 class SliceOptimizer:
-    """Steps what this rank owns, with the options of the script's parameter groups.
-
-    Args:
-        kind: the optimizer's class.
-        group: the ranks.
-        keeps_masters: low-precision parameters have fp32 masters.
-
-    Attributes:
-        fused: the optimizer that has the states.
-        slots: all parameters that are stepped, in the order of the groups.
-    """
+    """Steps what this rank owns, with the options of the script's parameter groups."""
 
     def __init__(self, kind: Kind, group: Group, keeps_masters: bool) -> None:
-        self.fused = kind([{"params": []}])
+        self.fused = kind([{"params": []}])  # has the states
         self.fused._keeps_masters = keeps_masters
-        self.fused.state = SliceStates(self._keys_of)
+        self.fused.state = SliceStates(self.keys_of)
         self._stepper = self.fused._stepper = Stepper()
         self._group = group
         self._on_host = group.device.type == "cpu"
@@ -117,11 +104,11 @@ class SliceOptimizer:
         """Let the script's groups have other parameters: these of each are sharded."""
         self.end()
         self.groups = groups
-        self.slots = list(chain.from_iterable(grouped))
+        self.slots = list(chain.from_iterable(grouped))  # all that are stepped
         self._sums = ChunkSums(self.slots, self._group)
         self._names = [[slot.name for slot, _ in _owned(members)] for members in grouped]
         self.fused.param_groups = [
-            {**_options(group), "params": [part.values for _, part in _owned(members)]}
+            {**options_of(group), "params": [part.values for _, part in _owned(members)]}
             for group, members in zip(groups, grouped, strict=True)
         ]
         self._group_of = {
@@ -138,20 +125,16 @@ class SliceOptimizer:
         """The rules of all groups, by what the script's groups say now."""
         fused = self.fused
         for group, script, names in zip(fused.param_groups, self.groups, self._names, strict=True):
-            group.update(_options(script))
+            group.update(options_of(script))
             group["param_names"] = names
         return fused._rules()
 
     # ---- states
 
-    def _keys_of(self, param: Tensor) -> tuple[str, ...] | None:
+    def keys_of(self, param: Tensor) -> tuple[str, ...] | None:
         """The names of the states of a parameter that is sharded; None for another tensor."""
         number = self._group_of.get(id(param))
         return None if number is None else keys_for(self.take_options()[number], param)
-
-    def has_states(self, slot: Slot) -> bool:
-        """True if the class keeps states of a parameter."""
-        return bool(self._keys_of(slot.param))
 
     def new_states(self) -> dict[Tensor, dict[str, Any]]:
         """The states that the parts have before their first step, which get none by this."""
@@ -169,12 +152,7 @@ class SliceOptimizer:
     # ---- steps
 
     def step(self, request: StepRequest) -> tuple[StepAnswer, bool]:
-        """Update this rank's slices; returns whether they may have changed too. A collective.
-
-        Raises:
-            TypeError, RuntimeError, KeyError: a tensor or an option cannot be used; nothing was
-                updated on this rank.
-        """
+        """Update this rank's slices; returns whether they may have changed too. A collective."""
         if not self._on_host:
             refuse_capture()
         self.end()
@@ -288,5 +266,6 @@ def _owned(slots: Iterable[Slot]) -> list[tuple[Slot, Part]]:
     return [(slot, slot.part) for slot in slots if slot.part is not None]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -16,11 +16,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...grads.hooks import weakly
-
-__all__ = ["ForwardWaits"]
 
 
 def _after_arrival(name: str) -> Any:
@@ -28,7 +26,8 @@ def _after_arrival(name: str) -> Any:
     plain = getattr(dict, name)
 
     def method(self: _Arriving, *args: Any) -> Any:
-        self._arrive()
+        self._wait()
+        self.put_back()
         return plain(self, *args)
 
     return method
@@ -53,10 +52,6 @@ class _Arriving(dict[str, Any]):
             self._plain.update(super().items())
             vars(module)["_parameters"] = self._plain
 
-    def _arrive(self) -> None:
-        self._wait()
-        self.put_back()
-
     __getitem__, get, items, values, copy = map(
         _after_arrival, ("__getitem__", "get", "items", "values", "copy")
     )
@@ -71,10 +66,8 @@ class _Arriving(dict[str, Any]):
 class ForwardWaits:
     """The hooks of one model.
 
-    Args:
-        model: the module that is sharded.
-        bucket_of: the bucket of each parameter, by its `id`.
-        wait: waits until these buckets have arrived; all of them for None.
+    `bucket_of` has the bucket of each parameter, by its `id`. `wait` returns when these buckets
+    have arrived; all of them for None.
     """
 
     def __init__(
@@ -85,12 +78,14 @@ class ForwardWaits:
     ) -> None:
         self._model = weakref.ref(model)
         self._wait = wait
-        self._own = {
-            module: _buckets_of(module.parameters(recurse=False), bucket_of)
-            for module in model.modules()
-        }
+        self._own: dict[nn.Module, set[int]] = {}
         self._users: dict[int, list[nn.Module]] = {}
-        for module, own in self._own.items():
+        for module in model.modules():
+            own = self._own[module] = {
+                bucket_of[id(param)]
+                for param in module.parameters(recurse=False)
+                if id(param) in bucket_of
+            }
             for bucket in own:
                 self._users.setdefault(bucket, []).append(module)
         self._needs: dict[nn.Module, set[int]] | None = None  # None until the first forward is over
@@ -157,10 +152,5 @@ class ForwardWaits:
         return self._needs[module]
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
-
-
-def _buckets_of(params: Iterable[Tensor], bucket_of: Mapping[int, int]) -> set[int]:
-    return {bucket_of[id(param)] for param in params if id(param) in bucket_of}

@@ -4,47 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._torch.optim import is_capturing
 from ..._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
 from ..layout.pages import BufferPool
-
-__all__ = ["Exchange", "Group", "Pending", "group_of", "listed"]
 
 PATIENCE = 10.0  # seconds in which ranks that have failed say so to each other
 
 
+@dataclass(eq=False)
 class Pending:
     """Messages under way, and the tensors that they read and write."""
 
-    def __init__(
-        self, group: Group, what: str, works: Iterable[Any], kept: Iterable[Tensor]
-    ) -> None:
-        self._group = group
-        self._what = what
-        self._works = list(works)
-        self._kept = list(kept)
+    group: Group
+    what: str
+    works: list[Any]
+    kept: list[Tensor]
 
     def is_done(self) -> bool:
         """True if `wait` would not wait."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """Return when all have arrived.
-
-        Raises:
-            RuntimeError: a rank has gone, or did not send in time.
-        """
-        with self._group.saying(self._what):
-            for work in self._works:
+        """Return when all have arrived; raises if a rank has gone, or did not send in time."""
+        with self.group.saying(self.what):
+            for work in self.works:
                 work.wait()
-        self._works, self._kept = [], []
+        self.works, self.kept = [], []
 
 
 class Exchange(NamedTuple):
@@ -58,19 +53,12 @@ class Exchange(NamedTuple):
 class Group:
     """A process group, with the collectives that sharding needs.
 
-    Args:
-        group: the ranks that share the slices.
-        timeout: seconds in which all ranks must come to what needs all of them, beside training.
-        replicas: the ranks of other such groups that own the same slices, if there are any.
-
-    Attributes:
-        process_group: as torch knows it.
-        device: where messages are.
+    `replicas` are the ranks of other such groups that own the same slices, if there are any.
     """
 
     def __init__(self, group: Any, timeout: float, replicas: Group | None = None) -> None:
         self.process_group = group
-        self.timeout = timeout
+        self.timeout = timeout  # seconds for `meet`
         self.device = torch.device("cpu")  # where messages are
         if not backend_for(group, "cpu"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -84,10 +72,8 @@ class Group:
         """Return when all ranks have come here, replicas too, before anything is sent.
 
         For what some ranks may leave out by mistake, and what is not a part of training, where a
-        slow rank may take as long as the group allows.
-
-        Raises:
-            RuntimeError: a rank did not come in time, or came for another thing; on all that came.
+        slow rank may take as long as the group allows. Raises RuntimeError on all that came if a
+        rank did not come in time, or came for another thing.
         """
         try:
             said = meet(self.process_group, what, self.timeout)
@@ -96,15 +82,8 @@ class Group:
                 f"rank {self.rank}: {what} failed, as the store of torch.distributed does not "
                 f"answer: {error}"
             ) from error
-        absent = [rank for rank, other in enumerate(said) if other is None]
-        hints = [
-            f"rank {rank} called {other}"
-            for rank, other in enumerate(said)
-            if other not in (None, what)
-        ]
-        if absent:
-            limit = f"within {self.timeout:g} s (timeout= of shard())"
-            hints.insert(0, f"{listed(absent)} did not {limit}")
+        absence = f"{{}} did not within {self.timeout:g} s (timeout= of shard())"
+        hints = _elsewhere(dict(enumerate(said)), what, "called", absence)
         if hints:
             raise RuntimeError(
                 f"rank {self.rank}: all ranks must call {what} together, and {'; '.join(hints)}; "
@@ -119,21 +98,12 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            hint = self._who_else_failed(what)
+            # One of the others died, raised or waits elsewhere, or waits for its own timeout.
+            found = failed_at(self.process_group, what, PATIENCE)
+            absence = f"not reported by {{}} within {PATIENCE:.0f} s"
+            hints = _elsewhere(found, what, "failed at", absence)
+            hint = f" ({'; '.join(hints)})" if hints else ""
             raise RuntimeError(f"rank {self.rank}: {what} failed{hint}: {error}") from error
-
-    def _who_else_failed(self, what: str) -> str:
-        """After a message has failed: which ranks do not report the same, to be put in an error.
-
-        One of them died, raised or waits elsewhere. Others may still wait for their own timeout.
-        """
-        found = failed_at(self.process_group, what, PATIENCE)
-        absent = [rank for rank, said in found.items() if said is None]
-        other = {rank: said for rank, said in found.items() if said not in (None, what)}
-        hints = [f"rank {rank} failed at {said}" for rank, said in other.items()]
-        if absent:
-            hints.insert(0, f"not reported by {listed(absent)} within {PATIENCE:.0f} s")
-        return f" ({'; '.join(hints)})" if hints else ""
 
     def alone(self) -> Group:
         """The same ranks with connections of their own, closed when nobody has them; a collective.
@@ -150,12 +120,6 @@ class Group:
         made = Group(group, self.timeout)
         weakref.finalize(made, end_group, group).atexit = False
         return made
-
-    def mesh(self, device: str) -> Any:
-        """The ranks as a DeviceMesh of one dimension."""
-        from torch.distributed.device_mesh import DeviceMesh
-
-        return DeviceMesh.from_group(self.process_group, device)
 
     def _global(self, rank: int) -> int:
         return int(dist.get_global_rank(self.process_group, rank))
@@ -186,22 +150,15 @@ class Group:
         return self.rank == 0 or self.world == 2
 
     def use_device(self, device: torch.device) -> None:
-        """Send everything from a device, replicas too: by NCCL from a CUDA device.
-
-        Raises:
-            TypeError: a group has another backend for it.
-        """
-        for group in (self, self.replicas):
-            if group is None:
-                continue
-            if device.type == "cpu" and not backend_for(group.process_group, "cpu"):
+        """Send everything from a device, replicas too; a CUDA device needs NCCL."""
+        for group in filter(None, (self, self.replicas)):
+            backend = backend_for(group.process_group, device.type)
+            if device.type == "cpu" and not backend:
                 raise TypeError(
                     "shard(): parameters in CPU memory need a process group with gloo: call "
                     "init_process_group('cpu:gloo,cuda:nccl'); nothing was changed"
                 )
-            if device.type == "cpu":
-                continue
-            if (backend := backend_for(group.process_group, device.type)) != "nccl":
+            if device.type != "cpu" and backend != "nccl":
                 raise TypeError(
                     f"shard(): parameters on {device} need a process group with NCCL, and this one "
                     f"has {backend or 'no backend'} for CUDA: call init_process_group('nccl'), or "
@@ -294,7 +251,10 @@ class Group:
         described = self.share(list(lines))
         if self.replicas is not None:  # each of them has described its own group
             described = [one for some in self.replicas.share(described) for one in some]
-        raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
+        lines_of_all = itertools.zip_longest(*described, fillvalue="nothing")
+        number, here = next(one for one in enumerate(lines_of_all) if len(set(one[1])) > 1)
+        who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
+        raise RuntimeError(f"{caller}: the ranks differ, first in number {number}: {who}")
 
     def _largest(self, numbers: Tensor, what: str) -> None:
         self.start_adding(numbers, what, op=dist.ReduceOp.MAX).wait()
@@ -307,22 +267,16 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _difference(described: Sequence[Sequence[str]]) -> str:
-    """The first line in which ranks differ."""
-    for index in range(max(map(len, described))):
-        here = [lines[index] if index < len(lines) else "nothing" for lines in described]
-        if len(set(here)) > 1:
-            who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
-            return f", first in number {index}: {who}"
-    return ""
+def _elsewhere(said: Mapping[int, str | None], what: str, did: str, absence: str) -> list[str]:
+    """The ranks that said another thing than `what`, for errors; `absence` is of those silent."""
+    absent = [rank for rank, other in said.items() if other is None]
+    others = {rank: other for rank, other in said.items() if other not in (None, what)}
+    hints = [f"rank {rank} {did} {other}" for rank, other in others.items()]
+    return [absence.format(listed(absent)), *hints] if absent else hints
 
 
 def group_of(process_group: Any, replicate_group: Any, timeout: float) -> Group | None:
-    """The ranks to share with; None for a single one.
-
-    Raises:
-        ValueError: this process is not in the group; groups do not fit together.
-    """
+    """The ranks to share with; None for a single one. Raises for groups that do not fit."""
     if replicate_group is not None and process_group is None:
         raise ValueError(
             "shard(): replicate_group needs process_group, the ranks among which slices are cut"
@@ -358,3 +312,27 @@ def _replicated(process_group: Any, replicate_group: Any, timeout: float) -> Gro
             "ranks as process_group"
         )
     return Group(process_group, timeout, replicas)
+
+
+class Late:
+    """Values of a tensor on a CUDA device, copied behind what its stream has been given."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._copy.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream())
+
+    def read(self) -> Tensor:
+        """The values in CPU memory, as they were; waits for the device until it has come there."""
+        self._event.synchronize()
+        return self._copy
+
+
+def refuse_capture() -> None:
+    """Raise RuntimeError while a CUDA graph is captured: the host decides what each pass sends."""
+    if is_capturing():
+        raise RuntimeError(
+            "faststep.zero: backward and step of a sharded model cannot be captured into a CUDA "
+            "graph; capture forward and loss only, or use the optimizer without shard()"
+        )
