@@ -79,7 +79,7 @@ def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
     for item in items:
         own = getattr(getattr(item, "function", None), "jobs", ()) if name == "JOBS" else ()
         for job in (*own, *getattr(getattr(item, "module", None), name, ())):
-            found[job.name] = job
+            assert found.setdefault(job.name, job) == job, f"two jobs have the name {job.name}"
     return list(found.values())
 
 

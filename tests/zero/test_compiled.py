@@ -85,8 +85,8 @@ def _compiled(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_compiled_models_have_the_bits_of_plain_ones(ranks: Ranks) -> None:
-    for said in ranks("compiled"):
+    for said in ranks("compiled models"):
         assert said == dict.fromkeys(CASES, (True, []))
 
 
-JOBS = [Job("compiled", 2, _compiled)]
+JOBS = [Job("compiled models", 2, _compiled)]

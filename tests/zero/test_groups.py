@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from faststep import zero
+from faststep.zero.hooks.unowned import Unowned
 from ranks import Job
 
 from .beside_ddp import Run, Table, whole
@@ -305,6 +306,19 @@ def test_what_is_refused(ranks: Ranks) -> None:
         assert said["groups"] == 1
         for name in ("differ", "unfrozen on one"):
             assert "new parameters: the ranks differ" in said[name], said[name]
+
+
+def test_a_parameter_that_is_taken_over_leaves_no_mark() -> None:
+    """Else each later pass would reduce gradients of parameters without an optimizer."""
+    stays, leaves = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    arrived: Any = []
+    group: Any = None  # nothing is sent
+    unowned = Unowned([stays, leaves], group, lambda: arrived.append(1))
+    (stays * leaves).sum().backward()
+    assert len(arrived) == 2
+    unowned.leave([leaves])
+    assert unowned.touched == {id(stays)}
+    assert unowned.ids() == {id(stays)}
 
 
 JOBS = [

@@ -189,7 +189,7 @@ def _passing(
     gradients = now + sum(slices)
     # Blocks for what arrives are given by how much of each was written.
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
-    free: deque[int] = deque()
+    free: list[int] = []
 
     def receive() -> None:
         nonlocal now, peak
@@ -208,7 +208,7 @@ def _passing(
         now = before + sent[number]
         while under_way and sum(whole[n] for n, _ in under_way) + whole[number] > MOST_UNDER_WAY:
             receive()
-        block = free.popleft() if free else 0
+        block = free.pop() if free else 0
         now += max(0, parts * own[number] - block)
         under_way.append((number, max(block, parts * own[number])))
     while under_way:

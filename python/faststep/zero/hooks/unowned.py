@@ -44,6 +44,7 @@ class Unowned:
     def leave(self, params: Iterable[Tensor]) -> None:
         """Let a sharded optimizer have some of them."""
         gone = {id(param) for param in params}
+        self.touched -= gone
         self._hooked.keep_only([param for param, _ in self._hooked if id(param) not in gone])
 
     def are_trained(self) -> bool:
