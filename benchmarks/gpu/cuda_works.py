@@ -32,6 +32,7 @@ FOREACH = "torch default (foreach)"
 LARGE = ("ResNet-50", "GPT-2 small", "Llama-1B")
 MANY = "5000 x 1024"
 PLAIN = "300 x 1024"
+SOME = "2000 x 1024"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -60,6 +61,7 @@ def shapes_of(name: str) -> Shapes:
         "Llama-1B": llama_1b(),
         MANY: ((1024,),) * 5000,
         PLAIN: ((1024,),) * 300,
+        SOME: ((1024,),) * 2000,
     }
     if TINY:
         return tuple(tuple(min(8, n) for n in shape) for shape in shapes[name][:24])
@@ -74,7 +76,7 @@ def cuda_works() -> list[Work]:
     rows = [
         *(("cuda chain", name, torch.float32, ()) for name in sets),
         *(("cuda clip", name, torch.bfloat16, ()) for name in sets),
-        ("cuda adamw", PLAIN, torch.float32, plain),
+        *(("cuda adamw", name, torch.float32, plain) for name in (PLAIN, SOME)),
         *(("cuda adamw", name, torch.float32, plain) for name in sets),
         *(("cuda adamw", name, torch.bfloat16, plain) for name in sets),
         *(("cuda unaligned", "GPT-2 small", dtype, plain) for dtype in NAMES),

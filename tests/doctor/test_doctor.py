@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from faststep.doctor import scratch
+from faststep.doctor import Answer, scratch
 from faststep.doctor.findings import suspects
 from faststep.doctor.gains import compare, deviations, is_rounding
 from faststep.doctor.runs import DoctorError, Length, Runs, free_ports
@@ -370,6 +370,20 @@ QUIET: dict[str, Any] = {
     "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
     "is_ddp": False, "switched": {}, "machine": {}, "graph": None, "collecting": 0.0, "ranks": [],
 }  # fmt: skip
+
+
+def test_what_the_optimizer_moves() -> None:
+    """On a GPU the host does not wait for it, and the time of its phase says nothing."""
+    machine = {"copy": 2e9, "fp32": 1e9, "bf16": 1e9, "operations": 0, "convolutions": 0}
+    found = {
+        **QUIET, "machine": machine, "optimizers": [{"moved": 4e8}], "gpu": None,
+        "phases": {"optimizer": 1.0, "forward": 4.0},
+    }  # fmt: skip
+    phases = {"optimizer": 0.2, "forward": 0.8}
+    answer = Answer("", phases, [], [], None, found, [], [])
+    assert answer.of_the_machine()[-1] == "The optimizer moves 20 GB/s."
+    on_device = answer._replace(found={**found, "gpu": {"capability": [9, 0]}})
+    assert on_device.of_the_machine()[-1] == "The optimizer moves 0.4 GB: 200 ms of copies."
 
 
 def test_a_script_without_a_fault_is_not_suspected() -> None:
