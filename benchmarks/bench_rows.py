@@ -37,6 +37,8 @@ def all_works(largest: int) -> list[Work]:
         }
         largest = min(largest, 10_000)
     works = [Work(family, name, shapes[name]) for name in shapes for family in ("chain", "adamw")]
+    narrow = "adamw bf16 states"
+    works += [Work(narrow, name, shapes[name]) for name in (MANY_SMALL, "16 x 1M", "GPT-2 small")]
     works += [Work(family, name, shapes[name]) for family in ("sgd", "lion") for name in shapes]
     works += [
         Work(name.lower(), label, shapes[label])

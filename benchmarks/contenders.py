@@ -152,6 +152,12 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
             Contender("optimi AdamW", partial(_optimi, "AdamW")),
             Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
         ),
+        "adamw bf16 states": (
+            Contender(OURS, _torch_step(faststep.optim.AdamW, state_dtype="bf16")),
+            Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
+            Contender("faststep, fp32", _torch_step(faststep.optim.AdamW)),
+            Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
+        ),
         "sgd": (
             Contender(OURS, _torch_step(faststep.optim.SGD, momentum=0.9)),
             Contender("torch fused", _torch_step(torch.optim.SGD, momentum=0.9, fused=True)),

@@ -137,7 +137,7 @@ def _alone(engine: Any, steps: int) -> tuple[float, float]:
             bucket.send()
             bucket.receive()
             middle = time.perf_counter()
-            bucket.gather(engine._params[number].flat, number).wait()
+            bucket.gather(number).wait()
             gathering += time.perf_counter() - middle
             reducing += middle - start
     return gathering / steps, reducing / steps

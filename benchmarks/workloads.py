@@ -96,6 +96,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "AMP chain, AdamW: unscale_, clip_grad_norm_, step, update", 32, scaled=True
         ),
         "adamw": Family("plain AdamW step", 28),
+        # bf16 states, of 2 bytes
+        "adamw bf16 states": Family("plain AdamW step, fp32 with bf16 states", 20),
         "sgd": Family("plain SGD step with momentum", 20, states=1),
         "lion": Family("plain Lion step", 20, states=1),
         # Pass one reads g; pass two reads and writes it.
@@ -105,6 +107,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        "cuda bf16 states": Family("plain AdamW step on CUDA, fp32 with bf16 states", 20),
         "cuda unaligned": Family("plain AdamW step on CUDA, gradients 8 bytes off alignment", 28),
         # Writes an fp32 element, and reads at most as many bytes of the source as a crop has.
         "cuda images": Family("images on CUDA: random resized crop, flip, normalize", 5, states=0),

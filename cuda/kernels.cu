@@ -70,9 +70,18 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #include "update_known.h"
 #undef FST_K
 #undef PARAM
+#undef PARAM_ITEMS
+#define FST_K(name) name##_fp32_beside_bf16
+#define PARAM of_f32
+#define PARAM_ITEMS 4
+#include "update_known.h"
+#undef FST_K
+#undef PARAM
+#undef PARAM_ITEMS
 #undef STATE
 #define FST_K(name) name##_fp16
 #define PARAM of_f16
+#define PARAM_ITEMS 8
 #define STATE of_f16
 #include "update_known.h"
 #undef FST_K
@@ -103,6 +112,8 @@ FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_ope
         return update_known_fp32(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_BF16, FST_BF16))
         return update_known_bf16(share, op, step, write_grad, unsure);
+    if (!masters && fst_is_known(op, FST_F32, FST_BF16))
+        return update_known_fp32_beside_bf16(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_F16, FST_F16))
         return update_known_fp16(share, op, step, write_grad, unsure);
     if (!fst_is_known(op, FST_BF16, FST_F32) && !fst_is_known(op, FST_F16, FST_F32))

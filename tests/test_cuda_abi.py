@@ -78,8 +78,8 @@ def shapes_of(parameters: str) -> list[str]:
 
 
 def ours() -> dict[str, list[str]]:
-    table = DRIVER[DRIVER.index("#define ENTRY_POINTS") :]
-    table = table[: table.index("\n\n")].replace("\\\n", " ")
+    table, *_ = DRIVER[DRIVER.index("#define ENTRY_POINTS") :].split("\n\n")
+    table = table.replace("\\\n", " ")
     found = re.findall(r"X\((\w+),\s*\(([^()]*)\)\)", table)
     return {name: shapes_of(parameters) for name, parameters in found}
 

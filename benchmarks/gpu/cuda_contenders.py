@@ -130,6 +130,11 @@ def cuda_contenders_of(work: Work) -> tuple[Contender, ...]:
             Contender(SWAPPED, ours),
             *rest,
         )
+    elif work.family == "cuda bf16 states":
+        everyone = (
+            Contender(OURS, _step(faststep.optim.AdamW, state_dtype="bf16")),
+            Contender(FUSED, _step(torch.optim.AdamW, fused=True)),
+        )
     else:
         everyone = (
             Contender(OURS, _step(faststep.optim.AdamW)),

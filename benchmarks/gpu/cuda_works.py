@@ -79,6 +79,7 @@ def cuda_works() -> list[Work]:
         *(("cuda adamw", name, torch.float32, plain) for name in (PLAIN, SOME)),
         *(("cuda adamw", name, torch.float32, plain) for name in sets),
         *(("cuda adamw", name, torch.bfloat16, plain) for name in sets),
+        *(("cuda bf16 states", name, torch.float32, ()) for name in LARGE),
         *(("cuda unaligned", "GPT-2 small", dtype, plain) for dtype in NAMES),
     ]
     return [

@@ -24,8 +24,10 @@ static size_t reach(size_t count, size_t done)
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32
+#define BF16_STATES
 #include "cpu/strip.h"
 #include "cpu/update.h"
+#undef BF16_STATES
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"
 #undef REAL

@@ -7,43 +7,6 @@ __attribute__((noinline)) static void FST_T(fst_loop_scale)(size_t n, REAL *rest
         x[i] *= factor;
 }
 
-/* The loop that the compiler vectorises: every array is a restrict parameter of its own. */
-#define RULE(name, states, hyper)                                                                 \
-    __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                 \
-        size_t n, REAL *restrict p, const REAL *restrict g, REAL *restrict s0, REAL *restrict s1, \
-        REAL *restrict s2, const void *args, REAL inv_scale, REAL factor)                         \
-    {                                                                                             \
-        const FST_T(name##_args) a = *(const FST_T(name##_args) *)args;                           \
-        (void)s0, (void)s1, (void)s2;                                                             \
-        for (size_t i = 0; i < n; i++) {                                                          \
-            REAL s[FST_MAX_STATES] = {states > 0 ? s0[i] : 0, states > 1 ? s1[i] : 0,             \
-                                      states > 2 ? s2[i] : 0};                                    \
-            const REAL grad = g[i] * inv_scale * factor;                                          \
-            const REAL decayed = a.l2 != (REAL)0 ? grad + a.l2 * p[i] : grad;                     \
-            p[i] = FST_T(name##_rule)(p[i], decayed, s, &a);                                      \
-            if (states > 0)                                                                       \
-                s0[i] = s[0];                                                                     \
-            if (states > 1)                                                                       \
-                s1[i] = s[1];                                                                     \
-            if (states > 2)                                                                       \
-                s2[i] = s[2];                                                                     \
-        }                                                                                         \
-    }
-#include "rules/rules.def"
-#undef RULE
-
-typedef void (*FST_T(rule_loop))(size_t n, REAL *p, const REAL *g, REAL *s0, REAL *s1, REAL *s2,
-                                 const void *args, REAL inv_scale, REAL factor);
-
-static const struct {
-    FST_T(rule_loop) loop;
-    unsigned states;
-} FST_T(rules)[FST_RULE_COUNT] = {
-#define RULE(name, states, hyper) [FST_RULE_##name] = {FST_T(fst_loop_##name), states},
-#include "rules/rules.def"
-#undef RULE
-};
-
 /* Prefetches the strip after next. The hardware's prefetchers stop at the end of a page, and up
  * to seven streams run here. */
 static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
@@ -56,16 +19,6 @@ static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
         __builtin_prefetch(from + line);
 }
 
-/* Whether all operands are worked on in place. */
-static int FST_T(is_plain)(const fst_operand *op, unsigned states)
-{
-    int plain = !op[FST_OP_MASTER].data && FST_T(in_place)(&op[FST_OP_PARAM]) &&
-                FST_T(in_place)(&op[FST_OP_GRAD]);
-    for (unsigned k = 0; k < states; k++)
-        plain = plain && FST_T(in_place)(&op[FST_OP_STATE + k]);
-    return plain;
-}
-
 /* Unscales and clips gradients that are written back. */
 static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, double inv_scale)
 {
@@ -73,28 +26,45 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
     FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);
 }
 
-static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t count,
-                                const fst_update_args *args, double inv_scale, REAL factor,
-                                int write_grad)
+#define STATE REAL
+#define WIDENED(x) (x)
+#define NARROWED(x) (x)
+#define FST_S(name) FST_T(name)
+#include "cpu/update_plain.h"
+
+#ifdef BF16_STATES
+#define STATE uint16_t
+#define WIDENED(x) fst_bf16_to_f32(x)
+#define NARROWED(x) fst_f32_to_bf16(x)
+#define FST_S(name) FST_T(name##_beside_bf16)
+#include "cpu/update_plain.h"
+#endif
+
+/* Updates operands that are worked on in place. Returns 0, and does nothing, if these are others.
+ */
+static int FST_T(try_plain)(const fst_operand *op, int64_t begin, size_t count,
+                            const fst_update_args *args, double inv_scale, REAL factor,
+                            int write_grad)
 {
     const unsigned states = FST_T(rules)[args->rule].states;
-    REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
-    for (size_t done = 0; done < count; done += STRIP) {
-        const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < STRIP ? count - done : STRIP;
-        REAL *g = (REAL *)op[FST_OP_GRAD].data + at;
-        FST_T(prefetch)(&op[FST_OP_PARAM], at, reach(count, done));
-        FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));
-        for (unsigned k = 0; k < states; k++) {
-            FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
-            s[k] = (REAL *)op[FST_OP_STATE + k].data + at;
-        }
-        if (write_grad)
-            FST_T(scale_grads)(n, g, args, inv_scale);
-        FST_T(rules)[args->rule].loop(n, (REAL *)op[FST_OP_PARAM].data + at, g, s[0], s[1], s[2],
-                                      &args->rule_args, (REAL)(write_grad ? 1.0 : inv_scale),
-                                      factor);
+    int same = 1, narrow = 1;
+    if (op[FST_OP_MASTER].data || !FST_T(in_place)(&op[FST_OP_PARAM]) ||
+        !FST_T(in_place)(&op[FST_OP_GRAD]))
+        return 0;
+    for (unsigned k = 0; k < states; k++) {
+        const fst_operand *state = &op[FST_OP_STATE + k];
+        same = same && FST_T(in_place)(state);
+        narrow = narrow && !state->layout && state->dtype == FST_BF16;
     }
+    if (same)
+        FST_T(update_plain)(op, begin, count, args, inv_scale, factor, write_grad);
+#ifdef BF16_STATES
+    else if (narrow)
+        FST_T(update_plain_beside_bf16)(op, begin, count, args, inv_scale, factor, write_grad);
+#endif
+    else
+        return 0;
+    return 1;
 }
 
 /* p = round(p) == now ? p : now */
@@ -123,10 +93,8 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
     REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
-    if (FST_T(is_plain)(op, states)) {
-        FST_T(update_plain)(op, begin, count, args, inv_scale, (REAL)factor, write_grad);
+    if (FST_T(try_plain)(op, begin, count, args, inv_scale, (REAL)factor, write_grad))
         return;
-    }
     const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;

@@ -77,14 +77,15 @@ def types_of(kernel: str, states: int) -> Iterator[Types]:
     """What a loop may be: the accesses alone do not tell all apart."""
     if kernel.startswith("fst_update"):
         own = 4 * states
-        for types in (
-            Types("fp32", 8 + own, 4 + own),
-            Types("16", (8 + own) // 2, (4 + own) // 2, True, True),
-            Types("16, fp32 states", 4 + own, 2 + own, True, True),
-            Types("16, fp32 master", 8 + own, 6 + own, True, True),
+        for types, gradient in (
+            (Types("fp32", 8 + own, 4 + own), 4),
+            (Types("16", (8 + own) // 2, (4 + own) // 2, True, True), 2),
+            (Types("16, fp32 states", 4 + own, 2 + own, True, True), 2),
+            (Types("16, fp32 master", 8 + own, 6 + own, True, True), 2),
+            (Types("fp32, 16 states", 8 + own // 2, 4 + own // 2, True, True), 4),
         ):
             yield types
-            yield types.unaligned(2 if types.narrow_in else 4, types.stores)
+            yield types.unaligned(gradient, types.stores)
         yield Types("fp32 and 16", 8 + own, 6 + own, False, True)
         yield Types("fp64", 16 + 2 * own, 8 + 2 * own, wide=True)
     elif kernel.startswith("fst_accumulate"):

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from .arguments import composed
 from .counted import CountedOptimizer
-from .masters import begin_state, has_master
+from .masters import begin_state, own_dtype
 from .request import formula
 from .step_options import Arguments
 
@@ -29,9 +29,9 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
 
     def __init__(self, params: ParamsT, *args: Any, **options: Unpack[Arguments]) -> None:
         super().__init__(params, *args, **options)
-        if self._keeps_masters:  # torch has made the states, in the parameters' types
-            for group in self.param_groups:
-                for param in filter(has_master, group["params"]):
+        for group in self.param_groups:
+            for param in group["params"]:  # torch has made the states, in the parameters' types
+                if own_dtype(self, param) != param.dtype:
                     del self.state[param]
                     begin_state(self, group, self._rule_of(group), param)
 

@@ -22,8 +22,8 @@ from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
-from .load_masters import loading_masters
-from .masters import complete_states, refuse_masters, with_master
+from .load_states import loading_states
+from .masters import complete_states, own_dtype, refuse_by_torch, with_master
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
@@ -58,6 +58,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             fp32 states of each bfloat16 and float16 parameter. The step updates the master, and
             the parameter is the master rounded to the nearest. Where a script has written the
             parameter the step begins with it. Default: False; True is "fp32".
+        state_dtype ("fp32", "bf16" or None): the type of all states of a parameter's shape but
+            masters. The step computes as ever, and rounds them to the nearest when it stores
+            them. Default: None, the parameter's type, and fp32 beside masters.
     """
 
     _formula: ClassVar[Formula]
@@ -115,7 +118,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
         state = self.state[param]
         for key in self._formula_of(group).state_keys:
-            state[key] = self._zeros.like(param)
+            state[key] = self._zeros.like(param, own_dtype(self, param))
 
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
         """Raise for a state that has begun and lacks a part, as torch's loop does."""
@@ -261,7 +264,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _is_asked_for_more(self) -> bool:
         request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
         asks = request.measures or not (request.grad_scale is request.found_inf is None)
-        return asks or self._keeps_masters
+        return asks or self._keeps_masters or self._state_dtype is not None
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
@@ -291,7 +294,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
         """The step by operators of torch. `reason` is what `run` reports."""
-        refuse_masters(self, reason)
+        refuse_by_torch(self, reason)
         return step_by_torch(self, request)
 
     def _update_by_torch(self) -> None:
@@ -346,12 +349,13 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; beside masters states stay fp32, and without `master_weights` none are kept.
 
-        Masters that a state dict lacks begin as the parameters.
+        Masters that a state dict lacks begin as the parameters. States become of `state_dtype`;
+        without it they become of the parameter's type, as in torch.
         """
         if self._made_from is not None:  # a state of that name is the script's
             super().load_state_dict(state_dict)
             return
-        with loading_masters(self, self._keeps_masters):
+        with loading_states(self, self):
             super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -367,6 +371,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "_keep_grads": self._keep_grads,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
             "_keeps_masters": self._keeps_masters,
+            "_state_dtype": self._state_dtype,
         }
 
 

@@ -12,13 +12,16 @@ from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 
 # Of the optimizers beside torch's arguments, for all groups together.
-OPTIONS = ("max_grad_norm", "keep_grads", "master_weights")
+OPTIONS = ("max_grad_norm", "keep_grads", "master_weights", "state_dtype")
 
 _CLIP_BEFORE = (
     "as the norm of a part would be wrong, call faststep.clip_grad_norm_(model.parameters(), "
     "max_norm) before the wrapper's step()"
 )
-_INSTEAD = {"master_weights": "use faststep.zero.shard() for parts with masters"}
+_INSTEAD = {
+    "master_weights": "use faststep.zero.shard() for parts with masters",
+    "state_dtype": "use faststep.zero.shard() for parts with such states",
+}
 
 
 def check_limit(name: str, value: float | None) -> None:

@@ -41,6 +41,7 @@ class Lion(FusedOptimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32"] = False,
+        state_dtype: Literal["fp32", "bf16"] | None = None,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -58,6 +59,7 @@ class Lion(FusedOptimizer):
             max_grad_norm=max_grad_norm,
             keep_grads=keep_grads,
             master_weights=master_weights,
+            state_dtype=state_dtype,
         )
 
     def _update_by_torch(self) -> None:

@@ -1,8 +1,8 @@
-"""fp32 masters of bf16 and fp16 parameters.
+"""The types of states, and fp32 masters of bf16 and fp16 parameters.
 
 The rule updates a master, which is a state of the parameter, and the parameter receives it rounded
-to the nearest. The other states are fp32 too. Where a parameter is not its master rounded, because
-a script has written it, the step begins with the parameter.
+to the nearest. The other states are fp32 too, unless there is a `state_dtype`. Where a parameter is
+not its master rounded, because a script has written it, the step begins with the parameter.
 
 An optimizer keeps them if it is made or sharded with `master_weights`.
 """
@@ -21,6 +21,8 @@ from .request import Rule, Steppable
 from .zeros import SMALL
 
 MASTER = "master_weights"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def keeps_masters(master_weights: object) -> bool:
@@ -34,9 +36,25 @@ def keeps_masters(master_weights: object) -> bool:
     raise ValueError(f'master_weights must be True, False or "fp32", not {master_weights!r}')
 
 
+def state_dtype_of(name: object) -> torch.dtype | None:
+    """What an optimizer's option of that name asks for; ValueError for another one."""
+    if name is None or (isinstance(name, str) and name in _DTYPES):
+        return None if name is None else _DTYPES[name]
+    raise ValueError(f'state_dtype must be None, "fp32" or "bf16", not {name!r}')
+
+
 def has_master(param: Tensor) -> bool:
     """True if a parameter has one where an optimizer keeps them."""
-    return param.dtype in (torch.bfloat16, torch.float16)
+    return param.dtype in _NARROW
+
+
+def own_dtype(optimizer: Steppable, param: Tensor) -> torch.dtype:
+    """The type of new states of a parameter."""
+    if not param.is_floating_point():  # torch's class makes its step
+        return param.dtype
+    if optimizer._keeps_masters and has_master(param):
+        return optimizer._state_dtype or torch.float32
+    return optimizer._state_dtype or param.dtype
 
 
 @functools.cache
@@ -98,23 +116,38 @@ def complete_states(optimizer: Steppable) -> None:
                 begin_state(optimizer, group, rule, param)
 
 
-def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dict[str, Any]:
-    """A state as a step needs it: fp32 beside a master, without a master where none is kept."""
-    if not keeps_masters or not has_master(param):
-        return {key: value for key, value in state.items() if key != MASTER}
-    return {
-        key: value.to(torch.float32)
-        if isinstance(value, Tensor) and key != "step" and value.is_floating_point()
-        else value
-        for key, value in state.items()
-    }
+def kept_dtype(optimizer: Steppable, key: str, param: Tensor) -> torch.dtype | None:
+    """The type that an entry of a state has whatever is loaded; None for that which torch gives."""
+    masters = optimizer._keeps_masters and has_master(param)
+    if key == "step":
+        return None
+    if key == MASTER or key in optimizer._numbers:
+        return torch.float32 if masters else None
+    return own_dtype(optimizer, param) if masters or optimizer._state_dtype is not None else None
 
 
-def refuse_masters(optimizer: Steppable, reason: str) -> None:
-    """Raise RuntimeError for a step by torch's operators, which know no masters."""
+def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """A state as a step needs it: of its types, without a master where none is kept."""
+    fit = {}
+    for key, value in state.items():
+        dtype = kept_dtype(optimizer, key, param)
+        if key == MASTER and dtype is None:
+            continue
+        is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
+        fit[key] = value.to(dtype) if is_cast else value
+    return fit
+
+
+def refuse_by_torch(optimizer: Steppable, reason: str) -> None:
+    """Raise RuntimeError for a step by torch's operators, which know no masters nor other types."""
+    kept = ""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
+        kept = "masters (master_weights), which torch's operators do not know"
+    elif any(own_dtype(optimizer, p) != p.dtype for p in params_of(optimizer)):
+        kept = "states of a type of their own (state_dtype), which torch's operators do not take"
+    if kept:
         reason = reason.removesuffix("; nothing was updated")
         raise RuntimeError(
-            f"{type(optimizer).__name__} keeps masters (master_weights), which torch's operators "
-            f"do not know, and this step needs them: {reason}; nothing was updated"
+            f"{type(optimizer).__name__} keeps {kept}, and this step needs them: {reason}; "
+            "nothing was updated"
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -120,6 +121,8 @@ class Steppable(Protocol):
     state: defaultdict[Tensor, Any]
     defaults: dict[str, Any]
     _keeps_masters: bool
+    _state_dtype: torch.dtype | None
+    _numbers: ClassVar[tuple[str, ...]]
 
     @property
     def _zeros(self) -> Zeros: ...

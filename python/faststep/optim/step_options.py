@@ -10,12 +10,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
-from .masters import keeps_masters
+from .masters import keeps_masters, state_dtype_of
 from .wrapped import PassesOn
 
 
 class Arguments(TypedDict, total=False):
-    """Those after `params`: torch's and three of faststep, with their lines in docstrings.
+    """Those after `params`: torch's and four of faststep, with their lines in docstrings.
 
     A type checker reads here how all of them are called and typed. It does not know which class
     takes which, what follows `params` by position, and the defaults.
@@ -64,6 +64,12 @@ class Arguments(TypedDict, total=False):
         '(bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16 parameters. '
         'True is "fp32".',
     ]
+    state_dtype: Annotated[
+        Literal["fp32", "bf16"] | None,
+        '("fp32", "bf16" or None): the type of all states of a parameter\'s shape but masters, '
+        "rounded to the nearest. None is torch's, that of the parameter, and float32 beside "
+        "masters.",
+    ]
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
@@ -75,6 +81,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
+    _state_dtype: torch.dtype | None = None  # None: as torch, and fp32 beside masters
 
     def __init__(self, params: ParamsT, *args: Any, **arguments: Unpack[Arguments]) -> None:
         torchs: dict[str, Any] = {**arguments}
@@ -86,11 +93,13 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32"] = False,
+        state_dtype: Literal["fp32", "bf16"] | None = None,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
         self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self._keep_grads = bool(keep_grads)
         self._keeps_masters = keeps_masters(master_weights)
+        self._state_dtype = state_dtype_of(state_dtype)
 
     @property
     def _devices(self) -> tuple[int, ...]:

@@ -32,22 +32,23 @@ class Zeros:
         self._slabs: dict[tuple[torch.dtype, int, bool], tuple[Tensor, int]] = {}
         self._taking = threading.Lock()  # no two threads take the same place
 
-    def like(self, param: Tensor) -> Tensor:
-        """Zeros of a parameter's shape, strides, dtype and device, divided as it is."""
+    def like(self, param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros of a parameter's shape, strides, device and dtype or another, divided as it is."""
+        dtype = dtype or param.dtype
         if is_dtensor(param):  # torch cannot copy one whose part begins elsewhere in a storage
-            local = torch.zeros_like(local_of(param), memory_format=torch.preserve_format)
+            local = _plain(local_of(param), dtype)
             return like_dtensor(param, local)
         if (
             type(param) not in (Tensor, Parameter)
             or param.device.type != "cpu"
             or param.layout != torch.strided
-            or not 0 < param.nbytes <= SMALL
+            or not 0 < param.numel() * dtype.itemsize <= SMALL
         ):
-            return torch.zeros_like(param, memory_format=torch.preserve_format)
+            return _plain(param, dtype)
         strides = param.stride()
         if not param.is_contiguous():
             strides = torch.empty_like(param, device="meta").stride()
-        return self._take(param.dtype, ALIGNMENT // param.itemsize, param.size(), strides)
+        return self._take(dtype, ALIGNMENT // dtype.itemsize, param.size(), strides)
 
     def scalar(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """A 0-d zero."""
@@ -78,3 +79,7 @@ class Zeros:
             slab = from_dlpack(slab)
         self._slabs[key] = slab, used + count
         return slab, used
+
+
+def _plain(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -130,5 +130,7 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, keeps_masters(master_weights))
+    state_dtype = getattr(optimizer, "_state_dtype", None)
+    masters = keeps_masters(master_weights)
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, masters, state_dtype)
     return build(model, optimizer, asked, process_group, replicate_group, blocks, timeout)

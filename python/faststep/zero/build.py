@@ -56,7 +56,7 @@ def build(
     named = [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
-        fused = _fused(kind, optimizer, asked.master_weights)
+        fused = _fused(kind, optimizer, asked)
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     taken = taken_of(params_of(optimizer))
@@ -64,7 +64,7 @@ def build(
     group.check_alike([str(asked) + wrapped, *_described(model, optimizer, taken)])
     refuse_taken(model.named_parameters(), taken)
     if stage == 3:
-        fused = _fused(kind, optimizer, asked.master_weights)
+        fused = _fused(kind, optimizer, asked)
         return _fully(model, optimizer, fused, max_grad_norm, group, blocks)
     admit(named, ())
     device = device_of(named or list(model.named_parameters()))
@@ -110,14 +110,14 @@ def _refuse_options(optimizer: Optimizer) -> None:
         raise TypeError("shard() does not support differentiable=True: no autograd spans ranks")
 
 
-def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool) -> FusedOptimizer:
+def _fused(kind: Kind, optimizer: Optimizer, asked: Options) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     fused = kind([{**options_of(optimizer.param_groups[0]), "params": []}])
     fused.param_groups = optimizer.param_groups
-    states = _begun_states(optimizer, keeps_masters)
-    kept = {param: fitting(state, param, keeps_masters) for param, state in states.items()}
+    fused._keeps_masters, fused._state_dtype = asked.master_weights, asked.state_dtype
+    states = _begun_states(optimizer, asked.master_weights)
+    kept = {param: fitting(fused, state, param) for param, state in states.items()}
     fused.state = defaultdict(dict, kept)
-    fused._keeps_masters = keeps_masters
     return fused
 
 

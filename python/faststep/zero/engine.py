@@ -41,11 +41,13 @@ class Options(NamedTuple):
     max_grad_norm: float | None
     gather: str
     master_weights: bool
+    state_dtype: torch.dtype | None
 
     def __str__(self) -> str:
         return (
             f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
-            f"{self.max_grad_norm}, gather {self.gather!r}, master_weights {self.master_weights}"
+            f"{self.max_grad_norm}, gather {self.gather!r}, master_weights {self.master_weights}, "
+            f"state_dtype {self.state_dtype}"
         )
 
 
@@ -77,7 +79,7 @@ class Engine:
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
-        self.slices = SliceOptimizer(kind, group, asked.master_weights)
+        self.slices = SliceOptimizer(kind, group, asked.master_weights, asked.state_dtype)
         reducer = Reducer(self.slots, self.buckets, group, self._pool)
         self.gradients = Gradients(self.slots, reducer, group)
         self.values = GradientValues(self.slots, self.gradients, group, weakly(self._unscale))

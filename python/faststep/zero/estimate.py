@@ -138,6 +138,7 @@ def _states_of(
     script = optimizer_class([probe])
     fused = fused_class_of(script)([{**script.param_groups[0]}])
     fused._keeps_masters = master_weights
+    fused._state_dtype = getattr(script, "_state_dtype", None)
     (rule,) = fused._rules()
     if keys_for(rule, probe):
         begin_state(fused, fused.param_groups[0], rule, probe)

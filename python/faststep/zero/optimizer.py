@@ -280,7 +280,7 @@ class ShardedOptimizer(PassesOn, StateDicts, Joinable):
     # ---- what torch.distributed.algorithms.Join asks: ranks whose data end at other times
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """For Join: steps along with ranks that still have data."""
+        """Of Join; steps along with ranks that still have data."""
         engine = self._engine
         if self._group is not None and engine is None:
             raise RuntimeError(
@@ -294,12 +294,12 @@ class ShardedOptimizer(PassesOn, StateDicts, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """For Join: where its messages are."""
+        """Where the messages of Join are."""
         return torch.device("cpu")
 
     @property
     def join_process_group(self) -> Any:
-        """For Join: the ranks, as the script has passed them."""
+        """The ranks, as the script has passed them."""
         return dist.group.WORLD if self._group is None else self._group.process_group
 
     def _script_groups(self) -> list[dict[str, Any]]:

@@ -180,7 +180,7 @@ def cut_state(
     fused: FusedOptimizer, slot: Slot, state: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
     """This rank's part of the state of a whole parameter, by its part of the parameter."""
-    whole = fitting(state, slot.param, fused._keeps_masters)
+    whole = fitting(fused, state, slot.param)
     if not whole or slot.part is None:
         return {}
     numbers = ("step", *fused._numbers)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..._torch.checkpoint import Wanted, wanted_states
 from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
-from ...optim.load_masters import loading_masters
+from ...optim.load_states import loading_states
 from ...optim.masters import complete_states
 from ..engine import Engine
 from ..hooks.gradient_buckets import GradientBucket
@@ -112,7 +112,7 @@ class StateDicts(Optimizer):
         groups, mine = self.param_groups, self.state
         self._consolidated = None
         if self._engine is None:
-            with loading_masters(self, self._owned._keeps_masters):
+            with loading_states(self, self._owned):
                 super().load_state_dict(state_dict)
             self._owned.state = self.state
         else:
@@ -121,7 +121,7 @@ class StateDicts(Optimizer):
             self._engine.follow_moves()
             self.state = defaultdict(dict)
             try:
-                with loading_masters(self, self._owned._keeps_masters):
+                with loading_states(self, self._owned):
                     super().load_state_dict(state_dict)
                 _drop_missing(self.state)
                 self._complete_loaded()

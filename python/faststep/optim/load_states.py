@@ -1,4 +1,4 @@
-"""Loading states beside fp32 masters, where torch would give them the dtype of their parameters."""
+"""Loading states of another type than their parameter, which torch would give them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
-from .masters import fitting, has_master
+from .masters import fitting, kept_dtype
+from .request import Steppable
 
 
 class _Boxed(Tensor):
@@ -32,26 +33,30 @@ def _boxed(value: Tensor) -> _Boxed:
 
 
 class _Loading(NamedTuple):
-    keeps_masters: bool
+    kinds: Steppable  # which masters and types it has
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
-        if not self.keeps_masters:
-            return state_dict
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        with_master = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
+        params = dict(zip(saved, params_of(optimizer)))  # noqa: B905 - torch says what does not fit
         states = {
-            key: {name: _wrapped(name, value) for name, value in state.items()}
-            if key in with_master
+            key: {name: self._wrapped(name, value, params[key]) for name, value in state.items()}
+            if key in params
             else state
             for key, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
 
+    def _wrapped(self, name: str, value: Any, param: Tensor) -> Any:
+        """In a box, unless torch is to give it the type of the parameter."""
+        if not isinstance(value, Tensor) or not isinstance(param, Tensor):
+            return value
+        return value if kept_dtype(self.kinds, name, param) is None else _boxed(value)
+
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
         states = {
-            param: fitting(_unwrapped(state, param), param, self.keeps_masters)
+            param: fitting(self.kinds, _unwrapped(state, param), param)
             if isinstance(param, Tensor)
             else state
             for param, state in optimizer.state.items()
@@ -60,9 +65,9 @@ class _Loading(NamedTuple):
 
 
 @contextlib.contextmanager
-def loading_masters(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]:
-    """Inside, torch's load_state_dict() loads masters and fp32 states, or drops masters."""
-    loading = _Loading(keeps_masters)
+def loading_states(optimizer: Optimizer, kinds: Steppable) -> Iterator[None]:
+    """Inside, torch's load_state_dict() loads masters, and states of the types that `kinds` has."""
+    loading = _Loading(kinds)
     handles = [
         optimizer.register_load_state_dict_pre_hook(loading.wrap),
         optimizer.register_load_state_dict_post_hook(loading.unwrap, prepend=True),
@@ -72,10 +77,6 @@ def loading_masters(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _wrapped(name: str, value: Any) -> Any:
-    return _boxed(value) if isinstance(value, Tensor) and name != "step" else value
 
 
 def _unwrapped(state: dict[str, Any], param: Tensor) -> dict[str, Any]:

@@ -1,0 +1,250 @@
+"""state_dtype: against a twin whose states are rounded by hand after each step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import faststep
+from faststep.optim.masters import MASTER
+
+from .test_masters import CLASSES
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NAMES = {"fp32": F32, "bf16": BF16}
+SHAPES = ((33000,), (4, 3), (0,), (), (5, 4, 3, 3))
+EXACT = {"Adagrad": {"initial_accumulator_value": 0.125}, "Rprop": {"lr": 0.0078125}}
+KEPT = {  # SGD has no state; those of others begin with a number of 16 bits
+    name: (kind, {**arguments, **EXACT.get(name, {})})
+    for name, (kind, arguments) in CLASSES.items()
+    if name != "SGD"
+}
+NUMBERS = ("step", "eta", "mu", "mu_product")
+
+
+def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
+    made = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=made).to(dtype) for shape in SHAPES]
+    values[-1] = values[-1].to(memory_format=torch.channels_last)
+    return [nn.Parameter(value) for value in values]
+
+
+def make(name: str, params: list[nn.Parameter], **options: Any) -> Any:
+    kind, arguments = KEPT[name]
+    return getattr(faststep.optim, kind)(params, **{**arguments, **options})
+
+
+def step(optimizer: Any, number: int) -> None:
+    made = torch.Generator().manual_seed(number)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.randn(param.shape, generator=made).to(param.dtype)
+    optimizer.step()
+
+
+def shaped(optimizer: Any) -> list[tuple[str, Tensor]]:
+    """The states of a parameter's shape, in order."""
+    return [
+        (key, value)
+        for param in optimizer.param_groups[0]["params"]
+        for key, value in optimizer.state[param].items()
+        if isinstance(value, Tensor) and key not in NUMBERS
+    ]
+
+
+def round_states(optimizer: Any, dtype: torch.dtype) -> None:
+    for key, value in shaped(optimizer):
+        if key != MASTER:
+            value.copy_(value.to(dtype))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same bits in parameters, and states of the same values."""
+    groups = one.param_groups[0]["params"], other.param_groups[0]["params"]
+    for mine, its in zip(*groups, strict=True):
+        assert torch.equal(mine, its)
+        assert one.state[mine].keys() == other.state[its].keys()
+        for key, value in one.state[mine].items():
+            other_value = other.state[its][key]
+            if value is None:
+                assert other_value is None
+            else:
+                assert torch.equal(value.double(), other_value.double()), key
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=str)
+def test_the_step_is_that_of_rounded_states(name: str, dtype: torch.dtype) -> None:
+    """Computed as ever, from what was stored; states of 16 bits beside the same parameters."""
+    optimizer = make(name, params_of(dtype), state_dtype="bf16")
+    twin = make(name, params_of(dtype), state_dtype=None if dtype in (F32, F64) else "fp32")
+    for number in range(4):
+        step(optimizer, number)
+        step(twin, number)
+        round_states(twin, BF16)
+        assert_same(optimizer, twin)
+    assert {value.dtype for _, value in shaped(optimizer)} == {BF16}
+    wide = {value.dtype for _, value in shaped(twin)}
+    assert wide == {dtype if dtype in (F32, F64) else F32}
+    for param in optimizer.param_groups[0]["params"]:
+        for key, value in optimizer.state[param].items():
+            if key not in NUMBERS and value is not None:
+                assert value.stride() == param.stride()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_beside_masters(name: str) -> None:
+    """Masters stay fp32."""
+    optimizer = make(name, params_of(BF16), master_weights=True, state_dtype="bf16")
+    twin = make(name, params_of(BF16), master_weights=True)
+    for number in range(3):
+        step(optimizer, number)
+        step(twin, number)
+        round_states(twin, BF16)
+        assert_same(optimizer, twin)
+    found = {(key == MASTER, value.dtype) for key, value in shaped(optimizer)}
+    assert found == {(True, F32), (False, BF16)}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("state_dtype", NAMES)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_saved_and_loaded(name: str, state_dtype: str, dtype: torch.dtype) -> None:
+    """A copy, a pickle and a state dict go on with the same bits, and torch's class loads it."""
+    options: dict[str, Any] = {"state_dtype": state_dtype}
+    optimizer = make(name, params_of(dtype), **options)
+    for number in range(2):
+        step(optimizer, number)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]), **options)
+    loaded.load_state_dict(torch.load(file))
+    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    if dtype is F32 or not optimizer._numbers:  # torch rounds those as the parameter when it loads
+        others.append(loaded)
+    for number in range(2, 4):
+        step(optimizer, number)
+        for other in others:
+            step(other, number)
+            assert_same(optimizer, other)
+            assert {value.dtype for _, value in shaped(other)} == {NAMES[state_dtype]}
+    kind, arguments = KEPT[name]
+    if theirs := getattr(torch.optim, kind, None):
+        plain = theirs(params_of(dtype), **arguments)
+        plain.load_state_dict(optimizer.state_dict())
+        assert {value.dtype for _, value in shaped(plain)} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*itertools.permutations((None, "fp32", "bf16"), 2)], ids=str
+)
+@pytest.mark.parametrize("name", ["AdamW", "momentum", "ASGD"])
+def test_another_type_in_mid_training(name: str, before: str | None, after: str | None) -> None:
+    """States are converted when they are loaded, without the option to the parameter's type."""
+    optimizer = make(name, params_of(F32), state_dtype=before)
+    step(optimizer, 0)
+    changed = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]), state_dtype=after)
+    changed.load_state_dict(optimizer.state_dict())
+    wanted = NAMES[after or "fp32"]
+    assert {value.dtype for _, value in shaped(changed)} == {wanted}
+    if wanted == BF16:
+        round_states(optimizer, BF16)
+    assert_same(changed, optimizer)
+    step(changed, 1)
+    assert {value.dtype for _, value in shaped(changed)} == {wanted}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "momentum"])
+def test_states_that_a_script_has_made(name: str) -> None:
+    """As by a hook before the first step: they are stepped as they are, and loaded as by torch."""
+    optimizer = make(name, params_of(F32))
+    step(optimizer, 0)
+    for param in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[param]
+        for key in [key for key in state if key not in NUMBERS]:
+            state[key] = state[key].to(BF16)
+    loaded = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]))
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in (1, 2):
+        step(optimizer, number)
+        step(loaded, number)
+        round_states(loaded, BF16)
+        assert {value.dtype for _, value in shaped(loaded)} == {F32}
+        assert {value.dtype for _, value in shaped(optimizer)} == {BF16}
+        assert_same(optimizer, loaded)
+
+
+def test_new_parameters_and_sgd_without_momentum() -> None:
+    optimizer = make("AdamW", params_of(F32), state_dtype="bf16")
+    step(optimizer, 0)
+    more = nn.Parameter(torch.ones(5))
+    optimizer.add_param_group({"params": [more], "lr": 0.5})
+    more.grad = torch.ones(5)
+    optimizer.step()
+    assert optimizer.state[more]["exp_avg"].dtype is BF16
+    plain = faststep.optim.SGD(params_of(F32), lr=0.1, state_dtype="bf16")
+    step(plain, 0)
+    assert not shaped(plain)
+
+
+def test_clipping_scaling_and_release() -> None:
+    """Steps that do more have the bits of their parts."""
+    limits = {"max_grad_norm": 0.1, "state_dtype": "bf16"}
+    optimizer = make("AdamW", params_of(F32), **limits)
+    other = make("AdamW", params_of(F32), state_dtype="bf16")
+    for number in range(3):
+        step(optimizer, number)
+        made = torch.Generator().manual_seed(number)
+        for param in other.param_groups[0]["params"]:
+            param.grad = torch.randn(param.shape, generator=made)
+        faststep.clip_grad_norm_(other.param_groups[0]["params"], 0.1)
+        other.step()
+    assert_near(optimizer, other)
+    model, plain = nn.Linear(30, 50), nn.Linear(30, 50)
+    plain.load_state_dict(model.state_dict())
+    releasing = faststep.optim.AdamW(model.parameters(), state_dtype="bf16")
+    stepping = faststep.optim.AdamW(plain.parameters(), state_dtype="bf16")
+    release = faststep.release_gradients(model, releasing)
+    for number in range(3):
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(number))
+        for one, by in ((model, releasing), (plain, stepping)):
+            one(x).square().sum().backward()
+            by.step()
+            by.zero_grad()
+    release.remove()
+    assert_same(releasing, stepping)
+    assert {value.dtype for _, value in shaped(releasing)} == {BF16}
+
+
+def assert_near(one: Any, other: Any) -> None:
+    groups = one.param_groups[0]["params"], other.param_groups[0]["params"]
+    for mine, its in zip(*groups, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", ["int4", "", True, BF16, 16], ids=str)
+def test_other_names(bad: Any) -> None:
+    with pytest.raises(ValueError, match="state_dtype must be None, "):
+        faststep.optim.AdamW(params_of(F32), state_dtype=bad)
+
+
+def test_it_is_no_option_of_a_group() -> None:
+    with pytest.raises(ValueError, match="state_dtype is an option of faststep's optimizers"):
+        faststep.optim.AdamW([{"params": params_of(F32), "state_dtype": "bf16"}])
+
+
+def test_steps_of_torch_are_refused() -> None:
+    """Its operators do not mix types; and nothing has changed."""
+    optimizer = faststep.optim.AdamW(params_of(F32), state_dtype="bf16", differentiable=True)
+    before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+    with pytest.raises(RuntimeError, match=r"keeps states of a type of their own \(state_dtype\)"):
+        step(optimizer, 0)
+    for param, value in zip(optimizer.param_groups[0]["params"], before, strict=True):
+        assert torch.equal(param, value)
