@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import faststep
 from faststep.optim.masters import MASTER
 
 from .test_masters import CLASSES
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = {"fp32": F32, "bf16": BF16}
@@ -179,6 +182,24 @@ def test_states_that_a_script_has_made(name: str) -> None:
         assert {value.dtype for _, value in shaped(loaded)} == {F32}
         assert {value.dtype for _, value in shaped(optimizer)} == {BF16}
         assert_same(optimizer, loaded)
+
+
+@pytest.mark.parametrize(("beta", "warns"), [(0.999, True), (0.997, True), (0.996, False)])
+def test_a_second_moment_that_could_not_shrink(beta: float, warns: bool) -> None:
+    """The warning, and that it is so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        param = nn.Parameter(torch.ones(300))
+        optimizer = faststep.optim.AdamW([param], betas=(0.9, beta), state_dtype="bf16")
+        faststep.optim.AdamW([nn.Parameter(torch.ones(3))], betas=(0.9, beta))
+    assert ["and so not at all" in str(one.message) for one in caught] == [True] * warns
+    param.grad = torch.linspace(0.1, 10, 300)
+    optimizer.step()
+    first = optimizer.state[param]["exp_avg_sq"].clone()
+    param.grad = torch.zeros(300)
+    optimizer.step()
+    shrunk = (optimizer.state[param]["exp_avg_sq"] < first).float().mean()
+    assert shrunk == 1 if not warns else shrunk < 1
 
 
 def test_new_parameters_and_sgd_without_momentum() -> None:

@@ -23,7 +23,7 @@ from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_cl
 from .checks import check_limit, refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
 from .load_states import loading_states
-from .masters import complete_states, own_dtype, refuse_by_torch, with_master
+from .masters import complete_states, own_dtype, refuse_by_torch, warn_of_decay, with_master
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
@@ -171,6 +171,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
+        warn_of_decay(self, self.param_groups[-1])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step.

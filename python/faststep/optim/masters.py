@@ -10,6 +10,7 @@ An optimizer keeps them if it is made or sharded with `master_weights`.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,19 @@ def state_dtype_of(name: object) -> torch.dtype | None:
     if name is None or (isinstance(name, str) and name in _DTYPES):
         return None if name is None else _DTYPES[name]
     raise ValueError(f'state_dtype must be None, "fp32" or "bf16", not {name!r}')
+
+
+def warn_of_decay(optimizer: Steppable, group: dict[str, Any]) -> None:
+    """Warn of bf16 states with a decay that rounding to the nearest undoes."""
+    betas = group.get("betas", ())
+    if optimizer._state_dtype is torch.bfloat16 and len(betas) == 2 and 0 < 1 - betas[1] < 2**-8:
+        kind, last = type(optimizer).__name__, float(betas[1])
+        warnings.warn(
+            f'{kind}: with betas[1] = {last} and state_dtype="bf16" the second state shrinks by '
+            "less per step than half the distance of two bfloat16 numbers, and so not at all: "
+            "betas[1] of at most 0.996 avoids it",
+            stacklevel=4,
+        )
 
 
 def has_master(param: Tensor) -> bool:
