@@ -19,6 +19,7 @@ __all__ = ["cross_entropy"]
 _REDUCTIONS = ("none", "mean", "sum")
 _LONG = 2**63
 _CLASSES, _LOGITS = 1024, 1 << 18  # smaller ones stay in the caches, where torch is as fast
+_LOGITS_ON_CUDA = 1 << 24  # of smaller ones the device saves less than the host takes longer
 
 
 class _Arguments(NamedTuple):
@@ -122,10 +123,10 @@ def cross_entropy(
     result has the same bits for every number of threads and instruction set. It differs from
     torch's in the last bits.
 
-    C or a CUDA kernel computes it for at least 2^18 logits (N, C) of 1024 classes or more in
-    float32, bfloat16 or float16, whose rows are contiguous, and a target (N) of int64; with class
-    weights only in float32 or under autocast, and without label smoothing. torch's own function
-    computes all else, with its results and errors: class probabilities as a target, other shapes,
+    C computes it for at least 2^18 logits (N, C) of 1024 classes or more, and a CUDA kernel for at
+    least 2^24, in float32, bfloat16 or float16, whose rows are contiguous, and a target (N) of
+    int64; with class weights only in float32 or under autocast, and without label smoothing.
+    torch's own function computes all else, with its results and errors: class probabilities as a target, other shapes,
     dtypes and devices, subclasses, modes, torch.compile, tracing, `torch.func`, and forward-mode
     differentiation.
 
@@ -168,7 +169,7 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
         or not (logits.is_cpu or (logits.is_cuda and has_kernels_for(logits)))
         or logits.ndim != 2
         or logits.shape[1] < _CLASSES
-        or logits.numel() < _LOGITS
+        or logits.numel() < (_LOGITS_ON_CUDA if logits.is_cuda else _LOGITS)
         or reduction not in _REDUCTIONS
         or type(ignored) is not int
         or not -_LONG <= ignored < _LONG
