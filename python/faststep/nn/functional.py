@@ -126,9 +126,9 @@ def cross_entropy(
     C computes it for at least 2^18 logits (N, C) of 1024 classes or more, and a CUDA kernel for at
     least 2^24, in float32, bfloat16 or float16, whose rows are contiguous, and a target (N) of
     int64; with class weights only in float32 or under autocast, and without label smoothing.
-    torch's own function computes all else, with its results and errors: class probabilities as a target, other shapes,
-    dtypes and devices, subclasses, modes, torch.compile, tracing, `torch.func`, and forward-mode
-    differentiation.
+    torch's own function computes all else, with its results and errors: class probabilities as a
+    target, other shapes, dtypes and devices, subclasses, modes, torch.compile, tracing,
+    `torch.func`, and forward-mode differentiation.
 
     Args:
         input: logits of shape (N, C), or another one that torch takes. Under autocast they are read
