@@ -43,7 +43,8 @@ def examined(work: Work, given: argparse.Namespace, folder: Path) -> Found:
     for remedy in given.accept:
         command += ["--accept", remedy]
     command += ["--json", str(folder / "answer.json"), "--save", str(folder / "proven.json")]
-    command += [str(work.path), "--steps", str(ENDLESS), "--files", str(folder / "files")]
+    command += [str(work.path), *work.arguments, "--steps", str(ENDLESS)]
+    command += ["--files", str(folder / "files")]
     begun = time.monotonic()
     subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
     text = (folder / "answer.json").read_text()
@@ -53,8 +54,9 @@ def examined(work: Work, given: argparse.Namespace, folder: Path) -> Found:
 
 def mean_step(work: Work, steps: int, folder: Path, *options: str) -> float:
     """Mean seconds of a step of a fresh run."""
-    command = [sys.executable, *options, str(work.path), "--result", str(folder / "result.json")]
-    command += ["--steps", str(steps), "--warm-up", "5", "--files", str(folder / "files")]
+    command = [sys.executable, *options, str(work.path), *work.arguments]
+    command += ["--result", str(folder / "result.json"), "--files", str(folder / "files")]
+    command += ["--steps", str(steps), "--warm-up", "5"]
     subprocess.run(command, env=environment(), check=True, capture_output=True)
     phases = json.loads((folder / "result.json").read_text())["phases"]
     return sum(map(sum, phases.values())) / steps
@@ -101,7 +103,8 @@ def as_table(rows: list[Found]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), metavar="NAME")
+    plain = [name for name, work in WORKS.items() if not work.arguments]
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=plain, metavar="NAME")
     parser.add_argument("--minutes", type=float, default=1.5, help="for each script")
     parser.add_argument("--accept", action="append", default=[], metavar="REMEDY")
     parser.add_argument("--save", metavar="NAME", help="in benchmarks/results/whole")
