@@ -40,31 +40,14 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
 #include "cpu/update_plain.h"
 #endif
 
-/* Updates operands that are worked on in place. Returns 0, and does nothing, if these are others.
- */
-static int FST_T(try_plain)(const fst_operand *op, int64_t begin, size_t count,
-                            const fst_update_args *args, double inv_scale, REAL factor,
-                            int write_grad)
+/* Whether all operands are worked on in place, and the states are of this type. */
+static int FST_T(is_plain)(const fst_operand *op, unsigned states, fst_dtype state)
 {
-    const unsigned states = FST_T(rules)[args->rule].states;
-    int same = 1, narrow = 1;
-    if (op[FST_OP_MASTER].data || !FST_T(in_place)(&op[FST_OP_PARAM]) ||
-        !FST_T(in_place)(&op[FST_OP_GRAD]))
-        return 0;
-    for (unsigned k = 0; k < states; k++) {
-        const fst_operand *state = &op[FST_OP_STATE + k];
-        same = same && FST_T(in_place)(state);
-        narrow = narrow && !state->layout && state->dtype == FST_BF16;
-    }
-    if (same)
-        FST_T(update_plain)(op, begin, count, args, inv_scale, factor, write_grad);
-#ifdef BF16_STATES
-    else if (narrow)
-        FST_T(update_plain_beside_bf16)(op, begin, count, args, inv_scale, factor, write_grad);
-#endif
-    else
-        return 0;
-    return 1;
+    int plain = !op[FST_OP_MASTER].data && FST_T(in_place)(&op[FST_OP_PARAM]) &&
+                FST_T(in_place)(&op[FST_OP_GRAD]);
+    for (unsigned k = FST_OP_STATE; k < FST_OP_STATE + states; k++)
+        plain = plain && !op[k].layout && op[k].dtype == state;
+    return plain;
 }
 
 /* p = round(p) == now ? p : now */
@@ -93,8 +76,17 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
     REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
-    if (FST_T(try_plain)(op, begin, count, args, inv_scale, (REAL)factor, write_grad))
+    if (FST_T(is_plain)(op, states, (fst_dtype)FST_T(SELF))) {
+        FST_T(update_plain)(op, begin, count, args, inv_scale, (REAL)factor, write_grad);
         return;
+    }
+#ifdef BF16_STATES
+    if (FST_T(is_plain)(op, states, FST_BF16)) {
+        FST_T(update_plain_beside_bf16)(op, begin, count, args, inv_scale, (REAL)factor,
+                                        write_grad);
+        return;
+    }
+#endif
     const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;

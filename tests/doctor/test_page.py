@@ -23,6 +23,7 @@ def answer() -> Answer:
         "steps": [0.01, 0.012, 0.011], "threads": 2, "cores": 2, "peak": 200 << 20, "cpu": 1.9,
         "allocated": [1 << 20, 3 << 20, 2 << 20], "losses": [2.0, 1.0, float("nan"), 0.5],
         "machine": {"copy": 1e10, "operations": 5e8, "convolutions": 0, "fp32": 1e11, "bf16": 2e11},
+        "gpu": None,
         "switched": {"nothing": [1.0, 0.99, 1.01]}, "optimizers": [{"moved": 1 << 20}],
     }  # fmt: skip
     trials = [

@@ -204,11 +204,11 @@ def test_memory_that_runs_out_between_two_states(monkeypatch: pytest.MonkeyPatch
     set_gradients(params, 0)
     like, calls = optimizer._zeros.like, []
 
-    def short(param: Tensor) -> Tensor:
+    def short(param: Tensor, dtype: torch.dtype) -> Tensor:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
-        return like(param)
+        return like(param, dtype)
 
     monkeypatch.setattr(optimizer._zeros, "like", short)
     with pytest.raises(MemoryError):
