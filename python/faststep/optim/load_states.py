@@ -37,6 +37,8 @@ class _Loading(NamedTuple):
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
+        if not self.kinds._keeps_masters and self.kinds._state_dtype is None:
+            return state_dict  # torch gives all types
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         params = dict(zip(saved, params_of(optimizer)))  # noqa: B905 - torch says what does not fit
         states = {

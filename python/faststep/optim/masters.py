@@ -66,9 +66,8 @@ def own_dtype(optimizer: Steppable, param: Tensor) -> torch.dtype:
     """The type of new states of a parameter."""
     if not param.is_floating_point():  # torch's class makes its step
         return param.dtype
-    if optimizer._keeps_masters and has_master(param):
-        return optimizer._state_dtype or torch.float32
-    return optimizer._state_dtype or param.dtype
+    has_own = optimizer._keeps_masters and has_master(param)
+    return optimizer._state_dtype or (torch.float32 if has_own else param.dtype)
 
 
 @functools.cache
