@@ -136,10 +136,11 @@ def prepare(pair: Pair, wheel: Path, log: Path) -> tuple[str, str, str]:
     version, file, no_records = answer(python, ABOUT)
     if WORK not in Path(file).parents:
         raise RuntimeError(f"faststep comes from {file}, not from the wheel")
+    if no_records:
+        raise RuntimeError(f"torch's records are not found: {no_records}")
     every = environment().get("FASTSTEP_EVERY", "1")
     remarks = [f"one case in {every}"] * (every != "1")
     remarks += ["stand-ins for CUDA's libraries"] * bool(libraries)
-    remarks += [f"no records: {no_records}"] * bool(no_records)
     return python, version, "; ".join(remarks)
 
 
