@@ -187,7 +187,8 @@ def test_missing_arguments_are_torchs_error(declaration: Declaration) -> None:
 def test_a_pair_of_three() -> None:
     """torch's error is that of Python for too many values."""
     params = tensors()
-    optimizer = faststep.optim.AdamW(params, betas=(0.9, 0.99, 0.999))
+    optimizer = faststep.optim.AdamW(params)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99, 0.999)  # torch 2.14 makes two of an argument
     set_gradients(params, 0)
     before = [p.detach().clone() for p in params]
     with pytest.raises(ValueError, match="'betas' of a parameter group has 3 values, not 2"):

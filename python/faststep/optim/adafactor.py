@@ -145,7 +145,7 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
     def _step_by_torch(self, groups: list[dict[str, Any]], reason: str) -> None:
         """The step of torch's class, on these groups. `reason` is what `run` reports."""
         whole = self.param_groups
-        if groups is whole:  # torch 2.10 compiles no step that sets an attribute
+        if groups is whole:  # torch 2.11 compiles no step that sets an attribute
             inspect.unwrap(torch.optim.Adafactor.step)(self)
             return
         self.param_groups = groups
