@@ -132,6 +132,15 @@ def _torch_step(make: Callable[..., Any], **options: Any) -> Callable[[Sequence[
     return partial(_step, make, **options)
 
 
+def _in_halves(state_dtype: str, parameters: Sequence[Parameter]) -> Round:
+    """faststep's step of bf16 copies, whose masters are remainders."""
+    copies = [Parameter(param.detach().bfloat16()) for param in parameters]
+    for param, copied in zip(parameters, copies, strict=True):
+        copied.grad = None if param.grad is None else param.grad.bfloat16()
+    options = {"master_weights": "remainder16", "state_dtype": state_dtype}
+    return _step(faststep.optim.AdamW, copies, **options)
+
+
 def _clip(clip: Callable[..., object]) -> Callable[[Sequence[Parameter]], Round]:
     return lambda parameters: partial(clip, parameters, MAX_NORM)
 
@@ -157,6 +166,11 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
             Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
             Contender("faststep, fp32", _torch_step(faststep.optim.AdamW)),
             Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
+        ),
+        "adamw remainders": (
+            Contender(OURS, partial(_in_halves, "bf16")),
+            Contender("faststep, fp32 states", partial(_in_halves, "fp32")),
+            Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
         ),
         "sgd": (
             Contender(OURS, _torch_step(faststep.optim.SGD, momentum=0.9)),

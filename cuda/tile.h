@@ -52,6 +52,23 @@ FST_DEVICE int fst_share_flips(const fst_share *share, const fst_device_operand 
     return op->layout >= 0 && share->layouts[op->layout].negated;
 }
 
+/* The bits of an element of 16. */
+FST_DEVICE uint16_t fst_half_get(const fst_share *share, const fst_device_operand *op,
+                                 uint32_t element)
+{
+    const uint16_t *data = (const uint16_t *)fst_global(op->data);
+    const uint16_t sign = fst_share_flips(share, op) ? 0x8000u : 0u;
+    return (uint16_t)(data[fst_share_place(share, op, element)] ^ sign);
+}
+
+FST_DEVICE void fst_half_set(const fst_share *share, const fst_device_operand *op, uint32_t element,
+                             uint16_t half)
+{
+    uint16_t *data = (uint16_t *)fst_global(op->data);
+    const uint16_t sign = fst_share_flips(share, op) ? 0x8000u : 0u;
+    data[fst_share_place(share, op, element)] = (uint16_t)(half ^ sign);
+}
+
 /* The number of the thread's element q among those that the group holds from `base` on. */
 FST_DEVICE uint32_t fst_share_element(const fst_share *share, uint32_t base, uint32_t q)
 {

@@ -88,6 +88,58 @@ FST_DEVICE void FST_T(take_newer)(const fst_words *words, int32_t dtype, int32_t
     }
 }
 
+/* Numbers in halves (portable.h): from a word of bf16 and one of remainders, and back. */
+FST_DEVICE void FST_T(join)(const fst_words *upper, const fst_words *remainder, REAL *p)
+{
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++)
+        p[q] = (REAL)fst_joined_f32((uint16_t)fst_item_of(upper, q, 8),
+                                    (uint16_t)fst_item_of(remainder, q, 8));
+}
+
+FST_DEVICE void FST_T(store_halves)(const fst_tile *tile, const fst_place *upper,
+                                    const fst_place *remainder, const REAL *p)
+{
+    fst_words high = fst_words_zero(), low = fst_words_zero();
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++) {
+        high.word[q / 2] |= (uint32_t)fst_f32_to_upper((float)p[q]) << q % 2 * 16;
+        low.word[q / 2] |= (uint32_t)fst_f32_to_remainder((float)p[q]) << q % 2 * 16;
+    }
+    if (tile->has_first) {
+        *FST_T(first_of)(tile, upper) = high;
+        *FST_T(first_of)(tile, remainder) = low;
+    }
+}
+
+/* What the rule begins with: the parameter, its master, or the number of both halves. */
+FST_DEVICE REAL FST_T(get_value)(const fst_share *share, const fst_device_operand *op,
+                                 uint32_t element)
+{
+    const fst_device_operand *param = &op[FST_OP_PARAM], *master = &op[FST_OP_MASTER];
+    if (!master->data)
+        return FST_T(get)(share, param, element);
+    if (master->dtype == FST_I16)
+        return (REAL)fst_joined_f32(fst_half_get(share, param, element),
+                                    fst_half_get(share, master, element));
+    return FST_T(newer)(FST_T(get)(share, master, element), FST_T(get)(share, param, element),
+                        param->dtype);
+}
+
+FST_DEVICE void FST_T(set_value)(const fst_share *share, const fst_device_operand *op,
+                                 uint32_t element, REAL p)
+{
+    const fst_device_operand *param = &op[FST_OP_PARAM], *master = &op[FST_OP_MASTER];
+    if (master->dtype == FST_I16) {
+        fst_half_set(share, param, element, fst_f32_to_upper((float)p));
+        fst_half_set(share, master, element, fst_f32_to_remainder((float)p));
+        return;
+    }
+    if (master->data)
+        FST_T(set)(share, master, element, p);
+    FST_T(set)(share, param, element, p);
+}
+
 /* Where all operands lie. */
 FST_DEVICE void FST_T(places_of)(const fst_share *share, const fst_device_operand *op,
                                  fst_place *at)
@@ -122,7 +174,9 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
             FST_T(fetch)(&tile, &at[k], words[k]);
     FST_T(pack)(&at[FST_OP_GRAD], words[FST_OP_GRAD]);
     FST_T(widen)(words[FST_OP_PARAM], at[FST_OP_PARAM].dtype, x.p);
-    if (has_master)
+    if (fst_hidden(master.dtype) == FST_I16)
+        FST_T(join)(words[FST_OP_PARAM], words[FST_OP_MASTER], x.p);
+    else if (has_master)
         FST_T(take_newer)(words[FST_OP_MASTER], master.dtype, at[FST_OP_PARAM].dtype, x.p);
     FST_T(widen)(words[FST_OP_GRAD], at[FST_OP_GRAD].dtype, x.g);
     FST_UNROLL
@@ -142,11 +196,14 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
         if (at[FST_OP_STATE + k].dtype >= 0)
             FST_T(store)(&tile, &at[FST_OP_STATE + k], x.state[k], !quick);
-    FST_T(store)(&tile, &at[FST_OP_PARAM], x.p, !quick);
-    if (has_master) {
-        const fst_place there = fst_place_of(share, &op[FST_OP_MASTER]);
-        FST_T(store)(&tile, &there, x.p, !quick);
+    const fst_place there = fst_place_of(share, &op[FST_OP_MASTER]);
+    if (fst_hidden(there.dtype) == FST_I16) {
+        FST_T(store_halves)(&tile, &at[FST_OP_PARAM], &there, x.p);
+        return 1;
     }
+    FST_T(store)(&tile, &at[FST_OP_PARAM], x.p, !quick);
+    if (has_master)
+        FST_T(store)(&tile, &there, x.p, !quick);
     return 1;
 }
 
@@ -154,12 +211,8 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
                                   const fst_device_operand *op, const FST_T(fst_step) *step,
                                   int write_grad)
 {
-    const fst_device_operand *value = &op[op[FST_OP_MASTER].data ? FST_OP_MASTER : FST_OP_PARAM];
     FST_T(fst_held) x;
-    x.p[0] = FST_T(get)(share, value, element);
-    if (op[FST_OP_MASTER].data)
-        x.p[0] = FST_T(newer)(x.p[0], FST_T(get)(share, &op[FST_OP_PARAM], element),
-                              op[FST_OP_PARAM].dtype);
+    x.p[0] = FST_T(get_value)(share, op, element);
     x.g[0] = FST_T(get)(share, &op[FST_OP_GRAD], element);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
@@ -173,9 +226,7 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
         if (op[FST_OP_STATE + k].data)
             FST_T(set)(share, &op[FST_OP_STATE + k], element, x.state[k][0]);
-    FST_T(set)(share, value, element, x.p[0]);
-    if (op[FST_OP_MASTER].data)
-        FST_T(set)(share, &op[FST_OP_PARAM], element, x.p[0]);
+    FST_T(set_value)(share, op, element, x.p[0]);
 }
 
 /* The sum += factor * term, and then += factor * more if there are two terms. With `start` the

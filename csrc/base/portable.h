@@ -41,6 +41,30 @@ FST_FN uint16_t fst_f32_to_bf16(float value)
     return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
+/* A float in two halves, without loss: its bf16 number, a tie away from zero, and the remainder,
+ * which is the lower half of its bits as a signed number, to be added to those of the bf16 number.
+ * So the largest floats have the bf16 infinity and a remainder. Every NaN becomes the same. */
+FST_FN uint16_t fst_f32_to_upper(float value)
+{
+    const uint32_t bits = fst_bits_of_f32(value);
+    return (uint16_t)(value != value ? 0x7FC0u : (bits + 0x8000u) >> 16);
+}
+
+FST_FN uint16_t fst_f32_to_remainder(float value)
+{
+    return (uint16_t)(value != value ? 0u : fst_bits_of_f32(value));
+}
+
+/* The float of both halves. Where somebody has written the bf16 number since, it is one that rounds
+ * to that: zeros and infinities, beside some remainders, are taken without. */
+FST_FN float fst_joined_f32(uint16_t upper, uint16_t remainder)
+{
+    const float alone = fst_bf16_to_f32(upper);
+    const float both =
+        fst_f32_of_bits(((uint32_t)upper << 16) + (uint32_t)(int32_t)(int16_t)remainder);
+    return both != both ? alone : both;
+}
+
 /* IEEE binary16 to float. Subnormals go through an integer so that no float subnormal is
  * formed on the way: the result does not depend on the flush-to-zero mode of the thread. */
 FST_FN float fst_f16_to_f32(uint16_t half)

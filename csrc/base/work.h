@@ -21,7 +21,8 @@ enum {
 /* Operands of a span in an update pass; other passes have one operand per span. An operand
  * without data is absent. If MASTER is present the rule updates it, and PARAM receives it rounded
  * to its own dtype. An element of PARAM that is not MASTER's rounded was written by somebody else
- * since: the rule begins with it. */
+ * since: the rule begins with it. MASTER may also be the remainder of a bf16 parameter, of type
+ * FST_I16: then the two together are the fp32 number that the rule updates (portable.h). */
 enum {
     FST_OP_PARAM,
     FST_OP_GRAD,
@@ -45,6 +46,12 @@ typedef struct {
     const fst_layout *layout; /* NULL: the elements lie one after another, as they are */
     fst_dtype dtype;
 } fst_operand;
+
+/* Whether an operand is the remainder of a bf16 parameter. */
+static inline int fst_is_remainder(const fst_operand *op)
+{
+    return (int)op->dtype == FST_I16;
+}
 
 typedef struct {
     int64_t count; /* elements */

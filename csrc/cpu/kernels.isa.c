@@ -21,13 +21,24 @@ static size_t reach(size_t count, size_t done)
     return count == FST_CHUNK ? SIZE_MAX : count - done;
 }
 
+/* The 16-bit elements as they are: in place, or in `raw`, to which they are copied if asked. */
+static uint16_t *halves_of(const fst_operand *op, char *raw, int64_t at, size_t n, int copied)
+{
+    if (!op->layout)
+        return (uint16_t *)op->data + at;
+    if (copied)
+        fst_strided_copy(op, raw, at, n, 0);
+    return (uint16_t *)(void *)raw;
+}
+
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32
-#define BF16_STATES
+#define NARROW_OPERANDS
 #include "cpu/strip.h"
+#include "cpu/value.h"
 #include "cpu/update.h"
-#undef BF16_STATES
+#undef NARROW_OPERANDS
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"
 #undef REAL
@@ -38,6 +49,7 @@ static size_t reach(size_t count, size_t done)
 #define OTHER float
 #define FST_T(name) name##_f64
 #include "cpu/strip.h"
+#include "cpu/value.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"

@@ -26,48 +26,90 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
     FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);
 }
 
-#define STATE REAL
-#define WIDENED(x) (x)
-#define NARROWED(x) (x)
+/* How the loops below load and store elements: a kind's type, and its conversions. */
+#define TYPE_real REAL
+#define LOAD_real(x) (x)
+#define STORE_real(x) (x)
+#define TYPE_bf16 uint16_t
+#define LOAD_bf16(x) fst_bf16_to_f32(x)
+#define STORE_bf16(x) fst_f32_to_bf16(x)
+/* The same of parameters, which may be in halves (portable.h), and what only those have. */
+#define LOAD_VALUE_real(p, rest) (p)
+#define STORE_VALUE_real(p, rest, x) (p) = (x)
+#define REST_real(...)
+#define TYPE_halves uint16_t
+#define LOAD_VALUE_halves(p, rest) fst_joined_f32(p, rest)
+#define STORE_VALUE_halves(p, rest, x) (p) = fst_f32_to_upper(x), (rest) = fst_f32_to_remainder(x)
+#define REST_halves(...) __VA_ARGS__
+#define KIND_OF(what, kind) what##_##kind
+#define KIND(what, kind) KIND_OF(what, kind)
+
+#define VALUE real
+#define GRAD real
+#define STATE real
 #define FST_S(name) FST_T(name)
 #include "cpu/update_plain.h"
-
-#ifdef BF16_STATES
-#define STATE uint16_t
-#define WIDENED(x) fst_bf16_to_f32(x)
-#define NARROWED(x) fst_f32_to_bf16(x)
+#ifdef NARROW_OPERANDS
+#define STATE bf16
 #define FST_S(name) FST_T(name##_beside_bf16)
 #include "cpu/update_plain.h"
+#undef VALUE
+#define VALUE halves
+#define STATE real
+#define FST_S(name) FST_T(name##_of_halves_by_fp32)
+#include "cpu/update_plain.h"
+#define STATE bf16
+#define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_bf16)
+#include "cpu/update_plain.h"
+#undef GRAD
+#define GRAD bf16
+#define STATE real
+#define FST_S(name) FST_T(name##_of_halves)
+#include "cpu/update_plain.h"
+#define STATE bf16
+#define FST_S(name) FST_T(name##_of_halves_beside_bf16)
+#include "cpu/update_plain.h"
 #endif
+#undef VALUE
+#undef GRAD
 
-/* Whether all operands are worked on in place, and the states are of this type. */
-static int FST_T(is_plain)(const fst_operand *op, unsigned states, fst_dtype state)
+/* Whether all operands are worked on in place: gradient and states of these types, the parameter in
+ * halves, or of the type that is computed in and alone. */
+static int FST_T(is_plain)(const fst_operand *op, unsigned states, int halves, int grad, int state)
 {
-    int plain = !op[FST_OP_MASTER].data && FST_T(in_place)(&op[FST_OP_PARAM]) &&
-                FST_T(in_place)(&op[FST_OP_GRAD]);
+    const fst_operand *param = &op[FST_OP_PARAM], *rest = &op[FST_OP_MASTER];
+    int plain = !param->layout && !op[FST_OP_GRAD].layout && (int)op[FST_OP_GRAD].dtype == grad;
+    if (halves)
+        plain = plain && param->dtype == FST_BF16 && fst_is_remainder(rest) && !rest->layout;
+    else
+        plain = plain && (int)param->dtype == FST_T(SELF) &&!rest->data;
     for (unsigned k = FST_OP_STATE; k < FST_OP_STATE + states; k++)
-        plain = plain && !op[k].layout && op[k].dtype == state;
+        plain = plain && !op[k].layout && (int)op[k].dtype == state;
     return plain;
 }
 
-/* p = round(p) == now ? p : now */
-__attribute__((noinline)) static void FST_T(fst_loop_follow)(size_t n, REAL *restrict p,
-                                                             const REAL *restrict rounded,
-                                                             const REAL *restrict now)
+/* The update by one of the loops above, if there is one for these operands. */
+static int FST_T(update_in_place)(const fst_operand *op, int64_t begin, size_t count,
+                                  const fst_update_args *args, double inv_scale, REAL factor,
+                                  int write_grad)
 {
-    for (size_t i = 0; i < n; i++)
-        p[i] = rounded[i] == now[i] ? p[i] : now[i];
-}
-
-/* Takes over the elements of a parameter that are not the master's rounded. */
-static void FST_T(follow)(const fst_operand *param, REAL *p, int64_t at, size_t n)
-{
-    char raw[STRIP * sizeof(double)] ALIGNED;
-    REAL scratch[2][STRIP] ALIGNED;
-    const fst_operand narrow = {.data = raw, .dtype = param->dtype};
-    FST_T(store)(&narrow, p, 0, n);
-    FST_T(fst_loop_follow)(n, p, FST_T(load)(&narrow, scratch[0], 0, n),
-                           FST_T(load)(param, scratch[1], at, n));
+    const unsigned states = FST_T(rules)[args->rule].states;
+#define SET(halves, grad, state, name)                                      \
+    if ((!write_grad || (int)(grad) == (int)FST_T(SELF)) &&                 \
+        FST_T(is_plain)(op, states, halves, grad, state)) {                 \
+        FST_T(name)(op, begin, count, args, inv_scale, factor, write_grad); \
+        return 1;                                                           \
+    }
+    SET(0, FST_T(SELF), FST_T(SELF), update_plain)
+#ifdef NARROW_OPERANDS
+    SET(0, FST_F32, FST_BF16, update_plain_beside_bf16)
+    SET(1, FST_F32, FST_F32, update_plain_of_halves_by_fp32)
+    SET(1, FST_F32, FST_BF16, update_plain_of_halves_by_fp32_beside_bf16)
+    SET(1, FST_BF16, FST_F32, update_plain_of_halves)
+    SET(1, FST_BF16, FST_BF16, update_plain_of_halves_beside_bf16)
+#endif
+#undef SET
+    return 0;
 }
 
 static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
@@ -76,32 +118,21 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
     REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
-    if (FST_T(is_plain)(op, states, (fst_dtype)FST_T(SELF))) {
-        FST_T(update_plain)(op, begin, count, args, inv_scale, (REAL)factor, write_grad);
+    if (FST_T(update_in_place)(op, begin, count, args, inv_scale, (REAL)factor, write_grad))
         return;
-    }
-#ifdef BF16_STATES
-    if (FST_T(is_plain)(op, states, FST_BF16)) {
-        FST_T(update_plain_beside_bf16)(op, begin, count, args, inv_scale, (REAL)factor,
-                                        write_grad);
-        return;
-    }
-#endif
-    const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < STRIP ? count - done : STRIP;
         REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
-        FST_T(prefetch)(value, at, reach(count, done));
+        FST_T(prefetch)(&op[FST_OP_PARAM], at, reach(count, done));
+        FST_T(prefetch)(&op[FST_OP_MASTER], at, reach(count, done));
         FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));
         for (unsigned k = 0; k < states; k++) {
             FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
             s[k] = FST_T(load)(&op[FST_OP_STATE + k], scratch[FST_OP_STATE + k], at, n);
         }
-        REAL *p = FST_T(load)(value, scratch[FST_OP_PARAM], at, n);
+        REAL *p = FST_T(load_value)(op, scratch[FST_OP_PARAM], at, n);
         REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, n);
-        if (value != &op[FST_OP_PARAM])
-            FST_T(follow)(&op[FST_OP_PARAM], p, at, n);
         if (write_grad) {
             FST_T(scale_grads)(n, g, args, inv_scale);
             FST_T(store)(&op[FST_OP_GRAD], g, at, n);
@@ -110,8 +141,6 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
                                       (REAL)(write_grad ? 1.0 : inv_scale), (REAL)factor);
         for (unsigned k = 0; k < states; k++)
             FST_T(store)(&op[FST_OP_STATE + k], s[k], at, n);
-        FST_T(store)(value, p, at, n);
-        if (value != &op[FST_OP_PARAM])
-            FST_T(store)(&op[FST_OP_PARAM], p, at, n);
+        FST_T(store_value)(op, p, at, n);
     }
 }

@@ -42,7 +42,14 @@ class Plan:
         param_lists: list[list[Tensor]],
         groups: Sequence[
             tuple[
-                int, tuple[str, ...], bool, tuple[float, ...], bool, dict[int, Tensor] | None, bool
+                int,
+                tuple[str, ...],
+                bool,
+                tuple[float, ...],
+                bool,
+                dict[int, Tensor] | None,
+                bool,
+                bool,
             ]
         ],
         state: dict[Tensor, dict[str, Any]],

@@ -10,7 +10,7 @@
 
 enum { MAX_LEVELS = 8 };
 
-static const char *const dtype_names[FST_DTYPE_COUNT] = {"fp32", "fp64", "bf16", "fp16"};
+static const char *const dtype_names[] = {"fp32", "fp64", "bf16", "fp16", "uint8", "int8", "int16"};
 
 static inline void *must_alloc(size_t size)
 {
@@ -65,11 +65,21 @@ static inline double random_positive(void)
     return fabs(random_value());
 }
 
+/* Any remainder of a bf16 number. */
+static inline double random_remainder(void)
+{
+    return (double)(int16_t)random_bits();
+}
+
 static inline double load_value(const void *at, fst_dtype dtype)
 {
     float narrow;
     double wide;
     uint16_t half;
+    if ((int)dtype == FST_I16) {
+        memcpy(&half, at, sizeof half);
+        return (double)(int16_t)half;
+    }
     switch (dtype) {
     case FST_F32:
         memcpy(&narrow, at, sizeof narrow);
@@ -88,7 +98,9 @@ static inline double load_value(const void *at, fst_dtype dtype)
 static inline void store_value(void *at, fst_dtype dtype, double value)
 {
     const float narrow = (float)value;
-    const uint16_t half = dtype == FST_BF16 ? fst_f32_to_bf16(narrow) : fst_f32_to_f16(narrow);
+    const uint16_t half = (int)dtype == FST_I16 ? (uint16_t)(int16_t)value
+                          : dtype == FST_BF16   ? fst_f32_to_bf16(narrow)
+                                                : fst_f32_to_f16(narrow);
     if (dtype == FST_F64)
         memcpy(at, &value, sizeof value);
     else if (dtype == FST_F32)

@@ -110,6 +110,19 @@ static task *one_operand(fst_dtype dtype, int64_t count, size_t spans, double nu
     return task_new(1, &dtype, "\1", count, spans, number, 0);
 }
 
+/* Adam's update of an fp32 parameter, or a bf16 one with its remainder, beside states of a type. */
+static task *adam_beside(int halves, fst_dtype state)
+{
+    const fst_dtype param = halves ? FST_BF16 : FST_F32;
+    const fst_dtype dtypes[FST_OP_COUNT] = {param, param, (fst_dtype)FST_I16, state, state, state};
+    const char used[FST_OP_COUNT] = {1, 1, (char)halves, 1, 1, 0};
+    const double hyper[FST_MAX_HYPER] = {0.01, 0.9, 0.99, 1e-8, 0.01, 1.0};
+    task *t = task_new(FST_OP_COUNT, dtypes, used, LARGE, 1, 1.0, 0);
+    t->args = (fst_update_args){.rule = FST_RULE_adam, .clip_coefficient = 0.5, .sign = 1.0};
+    fst_rule_fill_args(&t->args, hyper, 3.0);
+    return t;
+}
+
 static task *update_of(fst_rule rule, fst_dtype dtype, int64_t count, size_t spans)
 {
     fst_dtype dtypes[FST_OP_COUNT];
@@ -169,6 +182,9 @@ static void count_updates(void)
         count(name, " bf16", run_update, update_of((fst_rule)r, FST_BF16, LARGE, 1));
         count(name, " fp32, small", run_update, update_of((fst_rule)r, FST_F32, SMALL, MANY));
     }
+    count("update adam fp32 beside bf16", "", run_update, adam_beside(0, FST_BF16));
+    count("update adam in halves", " beside fp32", run_update, adam_beside(1, FST_F32));
+    count("update adam in halves", " beside bf16", run_update, adam_beside(1, FST_BF16));
 }
 
 int main(int count_of_arguments, char **arguments)

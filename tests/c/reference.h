@@ -37,11 +37,32 @@ static inline double power(double base, double exponent)
 
 #include "reference_rules.h"
 
+/* The bits of a number in halves: its bf16 half is the upper 16 with the highest of the lower
+ * added. No number has halves that would give a NaN: then somebody has written the bf16 half. */
+static inline double of_halves(const fst_operand *op, int64_t i)
+{
+    const float alone = (float)get(&op[FST_OP_PARAM], i);
+    const uint32_t lower = (uint32_t)(int32_t)get(&op[FST_OP_MASTER], i) & 0xFFFFu;
+    const uint32_t upper = (fst_bits_of_f32(alone) >> 16) - (lower >> 15);
+    const float both = fst_f32_of_bits(upper << 16 | lower);
+    return isnan(alone) || isnan(both) ? (double)alone : (double)both;
+}
+
+static inline void set_halves(const fst_operand *op, int64_t i, float value)
+{
+    const uint32_t bits = isnan(value) ? 0x7FC00000u : fst_bits_of_f32(value);
+    const uint32_t upper = (bits >> 16) + (bits >> 15 & 1u);
+    set(&op[FST_OP_PARAM], i, (double)fst_f32_of_bits(upper << 16));
+    set(&op[FST_OP_MASTER], i, (double)(int16_t)(bits & 0xFFFFu));
+}
+
 /* What the rule begins with: the master, unless the parameter was written since. */
 static inline double value_of(const fst_operand *op, int64_t i, const update_case *c)
 {
     if (!op[FST_OP_MASTER].data)
         return R(get(&op[FST_OP_PARAM], i));
+    if (fst_is_remainder(&op[FST_OP_MASTER]))
+        return of_halves(op, i);
     const double master = R(get(&op[FST_OP_MASTER], i)), now = R(get(&op[FST_OP_PARAM], i));
     double rounded;
     store_value(&rounded, op[FST_OP_PARAM].dtype, master);
@@ -65,6 +86,10 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
         p = expected_rule(c, p, g, s);
         for (unsigned k = 0; k < fst_rules[c->rule].states; k++)
             set(&op[FST_OP_STATE + k], i, s[k]);
+        if (fst_is_remainder(&op[FST_OP_MASTER])) {
+            set_halves(op, i, (float)p);
+            continue;
+        }
         set(value, i, p);
         if (op[FST_OP_MASTER].data)
             set(&op[FST_OP_PARAM], i, p);

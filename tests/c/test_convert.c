@@ -186,6 +186,51 @@ static void loops_narrow_alike(const fst_cpu_kernels *kernels)
     array_free(grad);
 }
 
+/* Every float whose lower half is one of some, in halves and back, by the functions and by plain
+ * descent at rate 0. Zeros, infinities and NaNs beside a remainder that none of them has are
+ * themselves, and any other written half is what its number rounds to. */
+static void halves_lose_nothing(const fst_cpu_kernels *kernels)
+{
+    static const uint16_t lower[] = {0,      1,      2,      0x00FF, 0x5A5A, 0x7FFE, 0x7FFF,
+                                     0x8000, 0x8001, 0x8002, 0xA5A5, 0xFF00, 0xFFFE, 0xFFFF};
+    enum { LOWER = sizeof lower / sizeof lower[0], COUNT = 0x10000 };
+    const double hyper[FST_MAX_HYPER] = {0.0};
+    fst_update_args args = {.clip_coefficient = 1.0, .sign = 1.0, .rule = FST_RULE_sgd};
+    uint16_t *upper = must_alloc(COUNT * sizeof *upper), *rest = must_alloc(COUNT * sizeof *rest);
+    float *grad = must_alloc(COUNT * sizeof *grad);
+    const fst_operand op[FST_OP_COUNT] = {[FST_OP_PARAM] = {upper, NULL, FST_BF16},
+                                          [FST_OP_GRAD] = {grad, NULL, FST_F32},
+                                          [FST_OP_MASTER] = {rest, NULL, (fst_dtype)FST_I16}};
+    int wrong = 0;
+    fst_rule_fill_args(&args, hyper, 1.0);
+    memset(grad, 0, COUNT * sizeof *grad);
+    for (size_t k = 0; k < LOWER; k++) {
+        for (uint32_t i = 0; i < COUNT; i++) {
+            const float value = fst_f32_of_bits(i << 16 | lower[k]);
+            upper[i] = fst_f32_to_upper(value);
+            rest[i] = fst_f32_to_remainder(value);
+            const float back = fst_joined_f32(upper[i], rest[i]);
+            wrong += isnan(value) ? !isnan(back) || upper[i] != 0x7FC0 || rest[i]
+                                  : fst_bits_of_f32(back) != fst_bits_of_f32(value);
+            /* as torch rounds, but for ties */
+            wrong += !isnan(value) && lower[k] != 0x8000 && upper[i] != fst_f32_to_bf16(value);
+        }
+        kernels->update(op, 0, COUNT, &args, 1.0, 0);
+        for (uint32_t i = 0; i < COUNT; i++) {
+            const float value = fst_f32_of_bits(i << 16 | lower[k]);
+            const float back = fst_joined_f32(upper[i], rest[i]);
+            wrong += isnan(value) ? !isnan(back) : back != value;
+            const float written = fst_joined_f32((uint16_t)i, lower[k]);
+            wrong += isnan(fst_bf16_to_f32((uint16_t)i)) ? !isnan(written)
+                                                         : fst_f32_to_upper(written) != i;
+        }
+    }
+    CHECK_INT(wrong, 0);
+    free(upper);
+    free(rest);
+    free(grad);
+}
+
 /* Sixteen copies of a half fill whole registers: their sum is 16 |x|, exactly. */
 static void loops_widen_alike(const fst_cpu_kernels *kernels, const format *f)
 {
@@ -245,8 +290,10 @@ int main(void)
         for (size_t i = 0; i < count; i++)
             loops_widen_alike(levels[i], &formats[k]);
     }
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
         loops_narrow_alike(levels[i]);
+        halves_lose_nothing(levels[i]);
+    }
     flush_to_zero_changes_nothing(levels, count);
     return check_report();
 }

@@ -65,6 +65,8 @@ static kind random_kind(fst_dtype dtype, fst_dtype grad_dtype, placement how)
     const int half = dtype == FST_BF16 || dtype == FST_F16;
     k.grad_value = grad_values[random_below(3)];
     k.master = half && random_below(2) ? FST_F32 : -1;
+    if (dtype == FST_BF16 && random_below(3) == 0)
+        k.master = FST_I16;
     if (half && random_below(2))
         k.state_dtype = FST_F32;
     return k;
@@ -101,7 +103,10 @@ static void all_types(fst_rule rule)
                 model *m = new_model(rule);
                 kind k = {(fst_dtype)p, (fst_dtype)g, (fst_dtype)s, ALIGNED,
                           random_value, -1,           NULL};
-                k.master = p < FST_BF16 ? -1 : s % 2 ? FST_F32 : FST_F64;
+                k.master = p < FST_BF16             ? -1
+                           : p == FST_BF16 && g % 2 ? FST_I16
+                           : s % 2                  ? FST_F32
+                                                    : FST_F64;
                 const options o = {NAN, NAN, NAN, .write_grad = s % 2};
                 add_param(m, 0, 1037, &k);
                 m->params[0].wide ^= g % 2;

@@ -21,9 +21,13 @@ static void make(const shape *what, array *operand[FST_OP_COUNT])
         if (what->dtype[k] == ABSENT)
             continue;
         operand[k] = array_new((fst_dtype)what->dtype[k], what->how[k], what->total);
-        array_fill(operand[k], k > FST_OP_STATE ? random_positive : random_value);
+        array_fill(operand[k], what->dtype[k] == FST_I16 ? random_remainder
+                               : k > FST_OP_STATE        ? random_positive
+                                                         : random_value);
     }
-    if (operand[FST_OP_MASTER]) /* every third element of the parameter was written since */
+    if (operand[FST_OP_MASTER] &&
+        what->dtype[FST_OP_MASTER] !=
+            FST_I16) /* every third element of the parameter was written since */
         for (int64_t i = 0; i < what->total; i++)
             if (i % 3)
                 set(&operand[FST_OP_PARAM]->op, i, get(&operand[FST_OP_MASTER]->op, i));
@@ -146,6 +150,31 @@ static void all_types(fst_rule rule)
                         if (fst_rules[rule].states == 0 && s > 0)
                             return;
                     }
+}
+
+/* A bf16 parameter with its remainder, beside gradients and states of each type; where all lie one
+ * after another, and not. */
+static void in_halves(fst_rule rule)
+{
+    for (int g = 0; g < FST_DTYPE_COUNT; g++)
+        for (int s = 0; s < FST_DTYPE_COUNT; s++)
+            for (int how = FLAT; how < EXPANDED; how++)
+                for (unsigned bits = 0; bits < 8; bits++) {
+                    update_case c = usual(rule);
+                    shape what = all_of(rule, FST_BF16, FLAT, bits & 1 ? 3 : 0, how ? 77 : 517);
+                    what.dtype[FST_OP_GRAD] = g;
+                    what.dtype[FST_OP_MASTER] = FST_I16;
+                    what.how[FST_OP_MASTER] = how == NEGATED ? FLAT : (arrangement)how;
+                    what.how[FST_OP_PARAM] = bits & 2 ? FLAT : (arrangement)how;
+                    if (how == NEGATED_TRANSPOSED)
+                        what.how[FST_OP_MASTER] = TRANSPOSED;
+                    for (unsigned k = 0; k < fst_rules[rule].states; k++)
+                        what.dtype[FST_OP_STATE + k] = s;
+                    c.write_grad = (int)(bits >> 2);
+                    c.wide = s == FST_F64;
+                    c.clip = bits & 1 ? 0.37 : 1.0;
+                    compare(&what, &c);
+                }
 }
 
 /* Every operand in an order of its own, and a gradient that is one row seen again and again. */
@@ -278,6 +307,7 @@ int main(void)
     levels_are_found_by_name();
     for (int rule = 0; rule < FST_RULE_COUNT; rule++) {
         all_types((fst_rule)rule);
+        in_halves((fst_rule)rule);
         for (int dtype = 0; dtype < FST_DTYPE_COUNT && rule < RULES_IN_ALL_LAYOUTS; dtype++) {
             all_layouts_and_sizes((fst_rule)rule, (fst_dtype)dtype);
             all_settings((fst_rule)rule, (fst_dtype)dtype);

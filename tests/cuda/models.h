@@ -96,7 +96,9 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
                     k->value ? value
                     : i      ? random_positive
                              : random_value);
-    if (k->master >= 0) {
+    if (k->master == FST_I16)
+        add_operand(m, p, FST_OP_MASTER, (fst_dtype)FST_I16, k->how, random_remainder);
+    if (k->master >= 0 && k->master != FST_I16) {
         add_operand(m, p, FST_OP_MASTER, (fst_dtype)k->master, k->how, random_value);
         const fst_operand *of = &m->arrays[p->array[FST_OP_MASTER]]->op;
         for (int64_t i = 0; i < count; i++) /* a third was written since the last step */

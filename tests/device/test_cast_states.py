@@ -43,19 +43,23 @@ def test_states_of_other_types_than_their_parameters(
         pair.assert_same(*optimizers, grads=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+KINDS = [(torch.bfloat16, "fp32"), (torch.float16, "fp32"), (torch.bfloat16, "remainder16")]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=str)
 @pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
-def test_masters(declaration: Declaration, dtype: torch.dtype) -> None:
+def test_masters(declaration: Declaration, dtype: torch.dtype, kind: str) -> None:
     """They begin with the step, and after states were loaded that have none."""
     pair = Twins([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
-    options = {**declaration.kwargs, "max_grad_norm": 0.7, "master_weights": True}
+    options = {**declaration.kwargs, "max_grad_norm": 0.7, "master_weights": kind}
+    own = torch.float32 if kind == "fp32" else torch.int16
     optimizers = pair.optimizers(declaration.ours, **options)
     for seed in (0, 10):
         step_both(pair, optimizers, seed)
     pair.assert_same(*optimizers, grads=True)
     for optimizer, params in zip(optimizers, (pair.cpu, pair.cuda), strict=True):
         for param in params:
-            assert optimizer.state[param].pop("master_weights").dtype == torch.float32
+            assert optimizer.state[param].pop("master_weights").dtype == own
     for seed in (20, 30):
         step_both(pair, optimizers, seed)
     pair.assert_same(*optimizers, grads=True)

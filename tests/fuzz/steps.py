@@ -58,7 +58,8 @@ class Stepping:
         master = ("master",) if has_master else ()
         self.keys = (*steps, *NUMBERS.get(self.rule, ()), *own, *master)
         hyper = tuple(HYPER.get(name, 0.0) for name in names)
-        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None, has_master)
+        masters = (has_master, world.chance(0.5))  # the second: as remainders
+        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None, *masters)
         self.lists = world.contain([params_for(world) for _ in range(rng.choice((1, 1, 2, 3)))])
         self.specs = world.contain([self.spec for _ in self.lists])
         self.state = world.contain({})
@@ -81,6 +82,7 @@ class Stepping:
                 value = torch.tensor(1.0, dtype=world.rng.choice(OF_COUNTERS))
             elif world.chance(0.95):
                 dtype = torch.float32 if has_master else param.dtype
+                dtype = torch.int16 if key == "master" and self.spec[7] else dtype
                 like = torch.zeros_like(param.detach(), dtype=dtype)
                 value = _of_factor(like, key) if self.is_factored else like
             else:

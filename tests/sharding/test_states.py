@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import faststep.optim
 from ranks import on_ranks
 
-from .common import backward, fully_sharded, local, net, whole
+from .common import Twins, backward, fully_sharded, local, net, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -112,6 +113,35 @@ def test_of_one_process(rank: int, world: int) -> None:
     back = copied(get_optimizer_state_dict(model, new, options=whole_options))
     set_optimizer_state_dict(plain, optimizer, back, options=whole_options)
     check_alike(plain, optimizer, model, new)
+
+
+@on_ranks(2)
+def test_remainders(rank: int, world: int) -> None:
+    """Of bf16 shards: the bits of plain parameters, and state dicts with their fp32 masters."""
+    models = [net().bfloat16(), net().bfloat16()]
+    for model in models:
+        fully_shard(model)
+    options: dict[str, Any] = {"lr": 0.1, "master_weights": "remainder16"}
+    optimizers = [faststep.optim.AdamW(model.parameters(), **options) for model in models]
+    twins = Twins(models[0].parameters(), faststep.optim.AdamW, **options)
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            model(x.bfloat16()).float().square().mean().backward()
+            if model is models[0]:
+                twins.step()
+            if step != 2 or model is models[0]:
+                optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:  # the second has left this step out
+            states = copied(get_optimizer_state_dict(models[0], optimizers[0]))
+            masters = [state["master_weights"] for state in states["state"].values()]
+            assert all(master.dtype == torch.float32 for master in masters)
+            models[1].load_state_dict(copied(models[0].state_dict()))
+            set_optimizer_state_dict(models[1], optimizers[1], states)
+        twins.check(optimizers[0])
+    twins.params = list(models[1].parameters())
+    twins.check(optimizers[1])
 
 
 @on_ranks(2)

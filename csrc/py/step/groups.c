@@ -65,17 +65,17 @@ static int keep_instead(fst_step_plan *self, PyObject **kept, PyObject *object)
 }
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
- * has masters) into a group that has what was read last. */
+ * has masters, which are remainders) into a group that has what was read last. */
 static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
-    int rule, has_step, maximize, has_master = 0;
+    int rule, has_step, maximize, has_master = 0, has_remainder = 0;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!pO|p", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
-                          &hyper, &maximize, &lr, &has_master))
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO|pp", &rule, &PyTuple_Type, &keys, &has_step,
+                          &PyTuple_Type, &hyper, &maximize, &lr, &has_master, &has_remainder))
         return -1;
     if (rule < 0 || rule > FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
@@ -108,7 +108,8 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
     if (lr != group->lr && keep_instead(self, &group->lr, lr))
         return -1;
     if (keys == group->keys && rule == (int)group->rule && has_step == group->has_step &&
-        maximize == group->maximize && has_master == group->has_master)
+        maximize == group->maximize && has_master == group->has_master &&
+        has_remainder == group->has_remainder)
         return 0;
     self->traced = 0;
     group->rule = (fst_rule)rule;
@@ -117,6 +118,7 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
     group->has_step = has_step;
     group->maximize = maximize;
     group->has_master = has_master;
+    group->has_remainder = has_remainder;
     return keep_instead(self, &group->keys, keys);
 }
 

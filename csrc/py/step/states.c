@@ -194,18 +194,31 @@ PyObject *fst_state_find(fst_binding *at, PyObject *state, Py_ssize_t *position,
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
-/* Raises the error for a state that cannot be read, or a master that is not fp32. Returns 0 if it
- * can be used through a layout. */
-static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view, int is_master,
-                        int bad, fst_problem *problem, char role[64])
+/* Reads a state of the parameter's shape. Returns 0, or -1 with `problem` filled: it is none, or a
+ * master of another type than the group's. */
+static int view_state(const fst_binding *at, PyObject *value, int is_master, fst_view *view,
+                      fst_problem *problem)
 {
-    if (name_role(name, role))
-        return -1;
-    if (!bad && (!is_master || view->dtype == FST_F32))
-        return 0;
-    if (!bad)
-        fst_problem_set(problem, "dtype", "is not of type float32");
-    return fst_bind_problem(at, role, problem);
+    const int halves = is_master && at->self->groups[at->group].has_remainder;
+    const int wanted = halves ? FST_I16 : FST_F32;
+    const int bad = halves ? fst_tensor_counter(&at->module->tensors, value, view, problem)
+                           : fst_tensor_view(&at->module->tensors, value, view, problem);
+    if (bad || !is_master || ((int)view->dtype == wanted && !(halves && view->negated)))
+        return bad;
+    return fst_problem_set(problem, "dtype", "is not of type %s", halves ? "int16" : "float32");
+}
+
+/* Whether a parameter of this type has a master; -1 with a Python error for one that cannot have a
+ * remainder. */
+static int has_master(const fst_binding *at, const fst_group *group, fst_dtype of_param)
+{
+    fst_problem problem;
+    if (!group->has_remainder || of_param != FST_F16)
+        return group->has_master && (of_param == FST_BF16 || of_param == FST_F16);
+    fst_problem_set(&problem, "dtype",
+                    "is float16, and master_weights=\"remainder16\" is for bfloat16: use "
+                    "\"fp32\"");
+    return fst_bind_problem(at, "parameter", &problem);
 }
 
 /* How many of a group's states come before those of the parameter's shape: the step counter and
@@ -238,8 +251,10 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
 {
     const fst_group *group = &at->self->groups[at->group];
     const unsigned counters = counters_of(group);
-    const int is_low = of_param == FST_BF16 || of_param == FST_F16;
-    const unsigned key_count = group->key_count - (unsigned)(group->has_master && !is_low);
+    const int keeps_master = has_master(at, group, of_param);
+    const unsigned key_count = group->key_count - (unsigned)(group->has_master && !keeps_master);
+    if (keeps_master < 0)
+        return -1;
     if (key_count == 0)
         return 1;
     PyObject *state = fst_state_of(at, param, object), *key;
@@ -269,13 +284,13 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         }
         fst_problem problem;
         char role[64] = "state";
-        const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
         const unsigned which = operand_of(group, k);
-        const int is_master = which == FST_OP_MASTER;
-        if ((bad || (is_master && view.dtype != FST_F32) || view.device != at->part->device ||
-             !fst_param_is_packed_in(param, &view)) &&
-            refuse_state(at, wanted, &view, is_master, bad, &problem, role))
+        const int bad = view_state(at, value, which == FST_OP_MASTER, &view, &problem);
+        if ((bad || view.device != at->part->device || !fst_param_is_packed_in(param, &view)) &&
+            name_role(wanted, role))
             return -1;
+        if (bad)
+            return fst_bind_problem(at, role, &problem);
         fst_operand *op = &ops[which];
         counter->wide |= view.dtype == FST_F64;
         fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);

@@ -18,7 +18,9 @@ typedef struct {
     Py_ssize_t size; /* parameters, when they were bound */
     unsigned key_count, number_count;
     int has_step, maximize;
-    int has_master; /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
+    int has_master;    /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
+    int has_remainder; /* these masters are remainders, of bf16 parameters; there are no fp16 ones
+                        */
     double hyper[FST_MAX_HYPER];
 } fst_group;
 

@@ -61,9 +61,6 @@ typedef struct {
     int negated; /* the memory holds the elements with their signs flipped */
 } fst_view;
 
-/* What the dtype may be, beside fst_dtype, of a tensor that is read as a counter. */
-enum { FST_U8 = FST_DTYPE_COUNT, FST_I8, FST_I16, FST_I32, FST_I64 };
-
 int64_t fst_view_count(const fst_view *view);
 
 /* Learns the type of an object now, so that reading the object later runs no Python code. */
@@ -90,7 +87,8 @@ int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor 
  * filled and no Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
 
-/* Does the same for a tensor that may be of an integer type, in which torch counts steps too. */
+/* Does the same for a tensor that may be of an integer type: a counter, as torch counts steps in
+ * them too, or a remainder. */
 int fst_tensor_counter(fst_tensors *tensors, PyObject *object, fst_view *view,
                        fst_problem *problem);
 

@@ -16,6 +16,7 @@ from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..grads.params import described
 from .hooked import HookedOptimizer
+from .request import Rule
 from .step import loss_of
 
 _LEFT = "parameters that are not dense CPU tensors of one dtype, as their gradients and states are"
@@ -23,7 +24,6 @@ _NUMBER = _C.rules()["adafactor"][0]
 _STATES = ("step", "row_var", "col_var", "variance")
 _ON_HOST = {HOST: Scalars(None, None, None)}
 Params = list[list[Tensor]]
-Rule = tuple[int, tuple[str, ...], bool, tuple[float, ...], bool, None, bool]
 
 
 def _rule_of(group: dict[str, Any]) -> Rule:
@@ -41,7 +41,7 @@ def _rule_of(group: dict[str, Any]) -> Rule:
         group["d"],
         group["weight_decay"],
     )
-    return _NUMBER, _STATES, True, hyper, group["maximize"], None, False
+    return Rule(_NUMBER, _STATES, True, hyper, group["maximize"])
 
 
 class Adafactor(HookedOptimizer, torch.optim.Adafactor):

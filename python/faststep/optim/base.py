@@ -23,7 +23,15 @@ from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_cl
 from .checks import check_limit, refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
 from .load_states import loading_states
-from .masters import complete_states, own_dtype, refuse_by_torch, warn_of_decay, with_master
+from .masters import (
+    complete_states,
+    give_masters,
+    own_dtype,
+    refuse_by_torch,
+    refuse_fp16,
+    warn_of_decay,
+    with_master,
+)
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
@@ -54,10 +62,13 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             with the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
         keep_grads (bool): with `max_grad_norm`, write the unscaled and clipped gradients back
             to `.grad`. Default: False, `.grad` stays as backward left it.
-        master_weights (bool or "fp32"): keep an fp32 master, as the state "master_weights", and
-            fp32 states of each bfloat16 and float16 parameter. The step updates the master, and
-            the parameter is the master rounded to the nearest. Where a script has written the
-            parameter the step begins with it. Default: False; True is "fp32".
+        master_weights (bool, "fp32" or "remainder16"): keep an fp32 master, as the state
+            "master_weights", and fp32 states of each bfloat16 and float16 parameter. The step
+            updates the master, and the parameter is the master rounded to the nearest. Where a
+            script has written the parameter the step begins with it. With "remainder16" the state
+            is int16: the other half of the master of a bfloat16 parameter, which is rounded to the
+            nearest, a tie away from zero. ValueError for a float16 parameter then. Default: False;
+            True is "fp32".
         state_dtype ("fp32", "bf16" or None): the type of all states of a parameter's shape but
             masters. The step computes as ever, and rounds them to the nearest when it stores
             them. Default: None, the parameter's type, and fp32 beside masters.
@@ -112,7 +123,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         maximize, has_master = bool(group["maximize"]), self._keeps_masters
         keys = with_master(keys) if has_master else keys
         hyper = _C.hyper(group, places)
-        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, has_master)
+        remainder = self._has_remainders
+        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, has_master, remainder)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
@@ -171,6 +183,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
+        refuse_fp16(self)
         warn_of_decay(self, self.param_groups[-1])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -329,7 +342,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the `step` counters where torch keeps them.
+        """As torch's, with masters, and the `step` counters where torch keeps them.
 
         torch keeps them in CPU memory unless a group is `fused` or `capturable` or the class is
         ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
@@ -345,6 +358,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
                 if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
                     moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
                     state_dict["state"][index] = {**state, **moved}
+        give_masters(self, state_dict)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -372,6 +386,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "_keep_grads": self._keep_grads,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
             "_keeps_masters": self._keeps_masters,
+            "_has_remainders": self._has_remainders,
             "_state_dtype": self._state_dtype,
         }
 

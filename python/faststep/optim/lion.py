@@ -40,7 +40,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        master_weights: bool | Literal["fp32"] = False,
+        master_weights: bool | Literal["fp32", "remainder16"] = False,
         state_dtype: Literal["fp32", "bf16"] | None = None,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:

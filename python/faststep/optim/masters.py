@@ -4,12 +4,16 @@ The rule updates a master, which is a state of the parameter, and the parameter 
 to the nearest. The other states are fp32 too, unless there is a `state_dtype`. Where a parameter is
 not its master rounded, because a script has written it, the step begins with the parameter.
 
+A remainder takes the place of the master of a bf16 parameter: the two together are the fp32 value,
+without loss (csrc/base/portable.h). State dicts have the masters.
+
 An optimizer keeps them if it is made or sharded with `master_weights`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grads.params import params_of
+from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
+from ..grads.params import described, params_of
 from .request import Rule, Steppable
 from .zeros import SMALL
 
 MASTER = "master_weights"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NARROW = (torch.bfloat16, torch.float16)
+_REMAINDERS = "remainder16"
 
 
 def keeps_masters(master_weights: object) -> bool:
@@ -32,9 +38,30 @@ def keeps_masters(master_weights: object) -> bool:
     Raises:
         ValueError: it names no kind of them.
     """
-    if isinstance(master_weights, (bool, str)) and master_weights in (False, True, "fp32"):
+    kinds = (False, True, "fp32", _REMAINDERS)
+    if isinstance(master_weights, (bool, str)) and master_weights in kinds:
         return bool(master_weights)
-    raise ValueError(f'master_weights must be True, False or "fp32", not {master_weights!r}')
+    raise ValueError(
+        f'master_weights must be True, False, "fp32" or "{_REMAINDERS}", not {master_weights!r}'
+    )
+
+
+def has_remainders(master_weights: object) -> bool:
+    """True if they are kept as remainders."""
+    return master_weights == _REMAINDERS
+
+
+def refuse_fp16(optimizer: Steppable) -> None:
+    """Raise ValueError, and drop the group that came last, for its fp16 parameter beside them."""
+    number, group = len(optimizer.param_groups) - 1, optimizer.param_groups[-1]
+    dtypes = [param.dtype for param in group["params"]] if optimizer._has_remainders else []
+    if torch.float16 in dtypes:
+        where = described(optimizer, number, dtypes.index(torch.float16))
+        optimizer.param_groups.pop()
+        raise ValueError(
+            f'{type(optimizer).__name__}: {where} is float16, and master_weights="{_REMAINDERS}" '
+            'is for bfloat16: use "fp32"'
+        )
 
 
 def state_dtype_of(name: object) -> torch.dtype | None:
@@ -93,17 +120,20 @@ def begin_state(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: 
         return
     state = optimizer.state[param]
     master = state.get(MASTER)
-    if master is None:
+    if master is None and optimizer._has_remainders:
+        master = optimizer._zeros.like(param, torch.int16)
+    elif master is None:
         master = param.detach().to(torch.float32, copy=True)
         if master.nbytes <= SMALL:
             master = optimizer._zeros.like(master).copy_(master)
     made = {}
     if any(state.get(key) is None for key in own_keys(rule)):
+        wide = param.detach().float() if optimizer._has_remainders else master
         try:  # those of an fp32 parameter
-            optimizer._new_state(group, master)
-            made = optimizer.state[master]
+            optimizer._new_state(group, wide)
+            made = optimizer.state[wide]
         finally:
-            optimizer.state.pop(master, None)
+            optimizer.state.pop(wide, None)
         made = {key: value for key, value in made.items() if state.get(key) is None}
     elif rule.has_step:
         optimizer._new_state(group, param)  # moves a counter to the parameter's device
@@ -135,7 +165,8 @@ def kept_dtype(optimizer: Steppable, key: str, param: Tensor) -> torch.dtype | N
     if key == "step":
         return None
     if key == MASTER or key in optimizer._numbers:
-        return torch.float32 if masters else None
+        halves = key == MASTER and optimizer._has_remainders
+        return (torch.int16 if halves else torch.float32) if masters else None
     return own_dtype(optimizer, param) if masters or optimizer._state_dtype is not None else None
 
 
@@ -147,8 +178,50 @@ def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> di
         if key == MASTER and dtype is None:
             continue
         is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
-        fit[key] = value.to(dtype) if is_cast else value
+        if is_cast and dtype is torch.int16:
+            fit[key] = _remainder(value, param)
+        else:
+            fit[key] = value.to(dtype) if is_cast else value
     return fit
+
+
+def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
+    """Put masters into a state dict in place of their remainders."""
+    if not optimizer._has_remainders:
+        return
+    indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+    for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - a hook may change it
+        state = state_dict["state"].get(index, {})
+        remainder = state.get(MASTER)
+        if isinstance(remainder, Tensor) and remainder.dtype is torch.int16:
+            state_dict["state"][index] = {**state, MASTER: _joined(param, remainder)}
+
+
+def _joined(param: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 value, as in csrc/base/portable.h."""
+    if is_dtensor(param):
+        return like_dtensor(param, _joined(local_of(param), part_of(remainder)))
+    upper = param.detach().resolve_neg()
+    bits = (upper.view(torch.int16).to(torch.int32) << 16) + remainder
+    both = bits.view(torch.float32)
+    return torch.where(both.isnan(), upper.float(), both)
+
+
+def _remainder(master: Tensor, param: Tensor) -> Tensor:
+    """The remainder of a master.
+
+    Beside a parameter that fp32 masters have rounded down, as a tie to even, it is 2^-16 of their
+    distance less than half of that: half would be a tie that is rounded up.
+    """
+    if is_dtensor(master):
+        return like_dtensor(master, _remainder(local_of(master), part_of(param)))
+    master = master.float().resolve_neg()
+    bits = master.view(torch.int32)
+    low = torch.where(master.isnan(), 0, bits << 16 >> 16)
+    if param.shape == master.shape and param.dtype is torch.bfloat16:
+        upper = param.detach().resolve_neg().view(torch.int16)
+        low = torch.where((low == -(2**15)) & (bits >> 16 == upper), 2**15 - 1, low)
+    return low.to(torch.int16)
 
 
 def refuse_by_torch(optimizer: Steppable, reason: str) -> None:

@@ -95,6 +95,7 @@ class Rule(NamedTuple):
     maximize: bool
     lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
     has_master: bool = False  # `state_keys` end with that of the masters; see masters.py
+    has_remainder: bool = False  # they are remainders
 
 
 class Formula(NamedTuple):
@@ -121,6 +122,7 @@ class Steppable(Protocol):
     state: defaultdict[Tensor, Any]
     defaults: dict[str, Any]
     _keeps_masters: bool
+    _has_remainders: bool
     _state_dtype: torch.dtype | None
     _numbers: ClassVar[tuple[str, ...]]
 

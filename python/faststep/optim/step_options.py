@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
-from .masters import keeps_masters, state_dtype_of
+from .masters import has_remainders, keeps_masters, state_dtype_of
 from .wrapped import PassesOn
 
 
@@ -60,9 +60,10 @@ class Arguments(TypedDict, total=False):
         bool, "(bool): with `max_grad_norm`, write unscaled and clipped gradients back."
     ]
     master_weights: Annotated[
-        bool | Literal["fp32"],
-        '(bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16 parameters. '
-        'True is "fp32".',
+        bool | Literal["fp32", "remainder16"],
+        '(bool, "fp32" or "remainder16"): keep fp32 masters, and fp32 states, of bfloat16 and '
+        'float16 parameters. True is "fp32". With "remainder16" a bfloat16 parameter has the '
+        "other 16 bits of its master beside it.",
     ]
     state_dtype: Annotated[
         Literal["fp32", "bf16"] | None,
@@ -81,6 +82,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
+    _has_remainders: bool = False  # which are remainders
     _state_dtype: torch.dtype | None = None  # None: as torch, and fp32 beside masters
 
     def __init__(self, params: ParamsT, *args: Any, **arguments: Unpack[Arguments]) -> None:
@@ -92,13 +94,14 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         self,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        master_weights: bool | Literal["fp32"] = False,
+        master_weights: bool | Literal["fp32", "remainder16"] = False,
         state_dtype: Literal["fp32", "bf16"] | None = None,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
         self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self._keep_grads = bool(keep_grads)
         self._keeps_masters = keeps_masters(master_weights)
+        self._has_remainders = has_remainders(master_weights)
         self._state_dtype = state_dtype_of(state_dtype)
 
     @property

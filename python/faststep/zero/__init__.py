@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
-from ..optim.masters import keeps_masters
+from ..optim.masters import has_remainders, keeps_masters
 from .build import build
 from .engine import Options
 from .estimate import Estimate, StageMemory, estimate
@@ -95,7 +95,8 @@ def shard(
             model with a communication hook or mixed_precision; a parameter that is sharded already,
             or is no dense tensor of a floating dtype in CPU memory or on the current CUDA device
             with NCCL.
-        ValueError: an argument out of range, or a parameter that is not the model's.
+        ValueError: an argument out of range, a parameter that is not the model's, or an optimizer
+            with `master_weights="remainder16"`.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
             gradient or hooks.
@@ -112,6 +113,8 @@ def shard(
             "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
             "two dimensions, and use an optimizer of faststep.optim"
         )
+    if has_remainders(master_weights) or getattr(optimizer, "_has_remainders", False):
+        raise ValueError('shard() keeps no remainders: use master_weights="fp32" in the optimizer')
     if master_weights is None:
         master_weights = getattr(optimizer, "_keeps_masters", False)
     if stage != 3 and blocks is not None:
