@@ -76,7 +76,8 @@ def build(
     if asked.gather == "forward":
         engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}
-    engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
+    others = [p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own]
+    engine.group.broadcast([*(bucket.params.flat for bucket in engine.buckets), *others])
     cut_states(engine, _begun_states(optimizer, asked.master_weights))
     optimizer.state.clear()
     return ShardedOptimizer(optimizer, engine.slices.fused, engine, max_grad_norm, group)

@@ -172,10 +172,6 @@ class Engine:
         self._without = [p for group in groups for p in group["params"] if id(p) not in of]
         self.slices.follow(groups, grouped)
 
-    def share(self, others: Sequence[Tensor]) -> None:
-        """Give all ranks the parameters of rank 0, and these tensors; a collective."""
-        self.group.broadcast([*(bucket.params.flat for bucket in self.buckets), *others])
-
     def _unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
         self.gradients.before_exchange("torch's GradScaler")
@@ -192,8 +188,6 @@ class Engine:
     def step(self, request: StepRequest) -> StepAnswer:
         """Update this rank's slices and gather all parameters; a collective."""
         self.wait(None)
-        if self.waits is not None:
-            self.waits.learn()
         self._settle()
         self.follow_moves()
         answer, updated = self.slices.step(request)

@@ -1,12 +1,9 @@
 """Lets a forward pass wait for each parameter only when it comes to a module that uses it.
 
-A module waits for its own parameters, and for those of modules below it that are not called: some
-modules use their children's parameters without calling them (torch.nn.MultiheadAttention). Which
-modules are called is seen in the first forward, which waits for everything at once. A module that
-was left out in one forward counts as not called from then on.
-
-While parameters of a module are on their way, a dict that waits when it is read stands in the place
-of `module._parameters`, through which torch serves attributes and named_parameters().
+A module waits for its own parameters before its forward. While parameters of a module are on their
+way, a dict that waits when it is read stands in the place of `module._parameters`, through which
+torch serves attributes, named_parameters() and state_dict(). So others that use them wait too: some
+modules use their children's parameters without calling them (torch.nn.MultiheadAttention).
 """
 
 from __future__ import annotations
@@ -76,7 +73,6 @@ class ForwardWaits:
         bucket_of: Mapping[int, int],
         wait: Callable[[Iterable[int] | None], None],
     ) -> None:
-        self._model = weakref.ref(model)
         self._wait = wait
         self._own: dict[nn.Module, set[int]] = {}
         self._users: dict[int, list[nn.Module]] = {}
@@ -88,25 +84,11 @@ class ForwardWaits:
             }
             for bucket in own:
                 self._users.setdefault(bucket, []).append(module)
-        self._needs: dict[nn.Module, set[int]] | None = None  # None until the first forward is over
-        self._called: set[nn.Module] = set()  # since the last step
-        self._always: set[nn.Module] = set(self._own)  # called in every forward so far
-        called, everything = weakly(self._before_forward), weakly(self._before_state_dict)
-        self._handles: list[Any] = []
-        for module in self._own:
-            self._handles += (
-                module.register_forward_pre_hook(called, prepend=True),
-                module.register_state_dict_pre_hook(everything),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(everything),  # type: ignore[no-untyped-call]
-            )
-
-    def _before_state_dict(self, *_: Any) -> None:
-        """Called before a state dict is made or loaded."""
-        self._wait(None)
+        called = weakly(self._before_forward)
+        self._handles = [m.register_forward_pre_hook(called, prepend=True) for m in self._own]
 
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
-        self._called.add(module)
-        self._wait(None if self._needs is None else self._needs.get(module))
+        self._wait(self._own.get(module))  # a copy of a module waits for all
         self._put_back(module)  # torch.compile looks at the class of the dict
 
     def cover(self, bucket: int) -> None:
@@ -124,32 +106,6 @@ class ForwardWaits:
     def _put_back(self, module: nn.Module) -> None:
         if isinstance(arriving := vars(module).get("_parameters"), _Arriving):
             arriving.put_back()
-
-    def learn(self) -> None:
-        """Called by each step: note what the forward passes before it have called."""
-        model = self._model()
-        if model is None or not self._called:
-            return
-        always = self._always & self._called
-        if always != self._always or self._needs is None:
-            self._always = always
-            self._needs = {module: set(own) for module, own in self._own.items()}
-            self._hand_up(model)
-        self._called = set()
-
-    def _hand_up(self, module: nn.Module) -> set[int]:
-        """Give each called module what those below it, which are not called, need."""
-        assert self._needs is not None
-        below: set[int] = set()
-        for child in module.children():
-            below |= self._hand_up(child)
-        self._needs.setdefault(module, set()).update(below)  # it may be new
-        if module in self._always:
-            return set()
-        if module is self._model():  # called by nobody: whatever runs first waits
-            for called in self._always:
-                self._needs[called] |= self._needs[module]
-        return self._needs[module]
 
     def remove(self) -> None:
         for handle in self._handles:
