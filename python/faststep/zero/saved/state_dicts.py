@@ -6,8 +6,9 @@ own part.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ...optim.masters import complete_states
 from ..engine import Engine
 from ..hooks.gradient_buckets import GradientBucket
 from ..layout.slots import Slot
-from ..transport.group import Group, Pending
+from ..transport.group import Group
 from .sliced import SlicedState, cut_state
 
 States = defaultdict[Tensor, dict[str, Any]]
@@ -215,7 +216,7 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
     """The states of whole parameters on rank 0, none on the others, or all `everywhere`.
 
     With replicas it is rank 0 of the first one. Whoever gets them needs room for all of them, and
-    rank 0 for a part of one.
+    every rank for one state of a bucket.
     """
     whole: States = defaultdict(dict)
     group = engine.group
@@ -223,54 +224,37 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
         return whole  # the first replica has them too
     entries_of = _entries_on_all(engine, engine.slices.fused.state)
     for bucket in engine.buckets:
-        found: States = defaultdict(dict)
-        flats: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for slot in bucket.slots:
-            for key, it in entries_of.get(slot.index, {}).items():
-                value = it
+        entries = [entries_of.get(slot.index, {}) for slot in bucket.slots]
+        flats: dict[tuple[str, torch.dtype], Tensor] = {}
+        for key, it in itertools.chain.from_iterable(some.items() for some in entries):
+            if isinstance(it, torch.dtype) and (key, it) not in flats:
+                flats[key, it] = _gathered(engine, bucket, key, it, everywhere)
+        if group.rank and not everywhere:
+            continue
+        for slot, some, place in zip(bucket.slots, entries, bucket.layout.places, strict=True):
+            for key, it in some.items():
                 if isinstance(it, torch.dtype):
-                    flat = torch.empty(slot.shape.numel(), dtype=it, device=group.device)
-                    flats[slot.place][key] = flat
-                    value = flat.as_strided(slot.shape, slot.strides)
-                elif isinstance(it, Tensor):
-                    value = it.clone()
-                found[slot.param][key] = value
-        for pending in [*_gather(engine, bucket, flats)]:
-            pending.wait()
-        if everywhere:
-            group.broadcast(flat for some in flats.values() for flat in some.values())
-        if everywhere or not group.rank:
-            for param, state in found.items():
-                whole[param] = {
-                    key: value.cpu() if isinstance(value, Tensor) else value
-                    for key, value in state.items()
-                }
+                    it = flats[key, it].as_strided(slot.shape, slot.strides, place.begin)
+                whole[slot.param][key] = it.to("cpu", copy=True) if isinstance(it, Tensor) else it
     if everywhere or not group.rank:
         whole.update(engine.frozen_states)
     return whole
 
 
-def _gather(
-    engine: Engine, bucket: GradientBucket, flats: Mapping[int, Mapping[str, Tensor]]
-) -> Iterator[Pending]:
-    """Let rank 0 put states together from what the ranks own of them.
-
-    `flats` has them by the places of the parameters in the bucket.
-    """
-    group = engine.group
-    for rank in range(group.world):
-        for place, begin, size, _ in bucket.layout.pieces_of(rank):
-            part = bucket.slots[place].part
-            for key, flat in flats.get(place, {}).items():
-                piece = flat[begin : begin + size]
-                if rank == group.rank and part is not None:
-                    mine = engine.slices.fused.state[part.values][key].detach().reshape(-1)
-                    if rank:
-                        yield group.send(mine)
-                    else:
-                        piece.copy_(mine)
-                elif not group.rank:
-                    yield group.receive(piece, rank)
+def _gathered(
+    engine: Engine, bucket: GradientBucket, key: str, dtype: torch.dtype, everywhere: bool
+) -> Tensor:
+    """A state of the parameters of a bucket, side by side as these are; a collective."""
+    group, what = engine.group, "gathering states"
+    flat = torch.zeros(bucket.layout.size, dtype=dtype, device=group.device)
+    for place, _, count, at in bucket.layout.pieces_of(group.rank):
+        part = bucket.slots[place].part
+        mine = {} if part is None else engine.slices.fused.state.get(part.values, {})
+        if key in mine:
+            flat[at : at + count] = mine[key].detach().reshape(-1)
+    if flat.numel():
+        (group.gather(flat, 0, what) if everywhere else group.collect(flat, what)).wait()
+    return flat
 
 
 def _drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:

@@ -190,6 +190,16 @@ class Group:
             works.append(dist.isend(mine, self._global(target), group, tag))
         return Pending(self, what, works, [flat])
 
+    def collect(self, flat: Tensor, what: str) -> Pending:
+        """Send rank 0 the slices of a flat tensor, which it receives in place."""
+        parts, group = flat.view(self.world, -1), self.process_group
+        if self.rank:
+            works = [dist.isend(parts[self.rank], self._global(0), group)]
+        else:
+            others = range(1, self.world)
+            works = [dist.irecv(parts[rank], self._global(rank), group) for rank in others]
+        return Pending(self, what, works, [flat])
+
     def add_up(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over all ranks, replicas too; waits."""
         there = numbers.to(self.device)
@@ -221,16 +231,6 @@ class Group:
                     dist.broadcast(values, source, group=self.process_group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
-
-    def send(self, values: Tensor) -> Pending:
-        """Send rank 0 a tensor."""
-        work = dist.isend(values, self._global(0), self.process_group)
-        return Pending(self, "gathering states", [work], [values])
-
-    def receive(self, values: Tensor, rank: int) -> Pending:
-        """Receive what a rank sends."""
-        work = dist.irecv(values, self._global(rank), self.process_group)
-        return Pending(self, f"gathering the states of rank {rank}", [work], [values])
 
     def share(self, value: object) -> list[Any]:
         """The objects of all ranks, by rank."""
