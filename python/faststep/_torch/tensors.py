@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "new_wrapper",
     "record_of",
     "storage_record_of",
+    "storage_records_of",
     "tree_iter",
     "tree_map",
     "tree_map_only",
@@ -53,6 +54,11 @@ def record_of(tensor: torch.Tensor) -> int:
 def storage_record_of(tensor: torch.Tensor) -> int:
     """The address of torch's record of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_records_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The same of many."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

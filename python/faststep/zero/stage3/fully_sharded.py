@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch.tensors import storage_record_of
+from ..._torch.tensors import storage_records_of
 from ...grads.hooks import weakly
 from ...grads.params import name_of
 from ..admitted import taken_by_another
@@ -171,11 +171,12 @@ def follow_successors(optimizer: Optimizer) -> None:
 
 
 class Watch:
-    """Looks at the model before each forward, and at all ranks before each step.
+    """Looks at the model in each forward, and at all ranks before each step.
 
-    fully_shard reduces those gradients of a block that a rank has, side by side, and gathers the
-    parameters of whatever block a rank calls. So ranks that use different parameters, or blocks in
-    different orders, get a mixture where the sizes happen to fit.
+    fully_shard does not call hooks of `register_hook()`, and ignores values of `.data =`. It
+    reduces those gradients of a block that a rank has, side by side, and gathers the parameters of
+    whatever block a rank calls. So ranks that use different parameters, or blocks in different
+    orders, get a mixture where the sizes happen to fit.
     """
 
     def __init__(
@@ -183,38 +184,46 @@ class Watch:
     ) -> None:
         self._optimizer = optimizer
         self._group = group
-        self._params: list[tuple[str, Any]] = list(model.named_parameters())
-        self._records = [storage_record_of(param) for _, param in self._params]
+        self._params: dict[str, Any] = dict(model.named_parameters())
+        self._records = storage_records_of(self._params.values())
         self._number = {id(module): number for number, module in enumerate((model, *blocks))}
+        # By block: its parameters, and where fully_shard puts the gathered ones.
+        self._places: list[list[tuple[nn.Module, str, Any]]] = [[] for _ in self._number]
+        homes = homes_of(model, blocks)
+        for path, param in self._params.items():
+            owner, _, name = path.rpartition(".")
+            number = self._number.get(homes[id(param)][0][1], 0)
+            self._places[number].append((model.get_submodule(owner), name, param))
         self._order = 0  # made of the numbers of the blocks that were called since the last step
+        model.register_forward_pre_hook(weakly(self._refuse_data), prepend=True)
         note = weakly(self._note)
         for module in (model, *blocks):
-            module.register_forward_pre_hook(note, prepend=True)
+            module.register_forward_pre_hook(note)
 
     def _note(self, module: nn.Module, *_: Any) -> None:
+        """When a block has its parameters: let these have the hooks of `register_hook()`."""
         number = self._number[id(module)]
         self._order = hash((self._order, number))
-        if not number:
-            self._refuse_ignored()
-
-    def _refuse_ignored(self) -> None:
-        """Raise RuntimeError for what has no effect with fully_shard."""
-        for (name, param), record in zip(self._params, self._records, strict=True):
+        for owner, name, param in self._places[number]:
             if param._backward_hooks:
-                raise RuntimeError(
-                    f"faststep.zero: {name!r} has a hook of register_hook(), which fully_shard "
-                    "does not call; register_post_accumulate_grad_hook() is called, with the mean"
-                )
-            if storage_record_of(param) != record:
-                raise RuntimeError(
-                    f"faststep.zero: {name!r} was given values by .data =, which fully_shard "
-                    "ignores: use param.to_local().copy_(part), or load a state dict"
-                )
+                getattr(owner, name)._backward_hooks = param._backward_hooks
+
+    def _refuse_data(self, *_: Any) -> None:
+        """Raise RuntimeError for values that have no effect with fully_shard."""
+        now = storage_records_of(self._params.values())
+        if now == self._records:
+            return
+        all_records = zip(self._params, now, self._records, strict=True)
+        name = next(name for name, one, before in all_records if one != before)
+        raise RuntimeError(
+            f"faststep.zero: {name!r} was given values by .data =, which fully_shard ignores: use "
+            "param.to_local().copy_(part), or load a state dict"
+        )
 
     def check_step(self) -> None:
         """Raise RuntimeError on every rank if ranks differ in what they used; a collective."""
-        self._refuse_ignored()
-        names = {id(param): name for name, param in self._params}
+        self._refuse_data()
+        names = {id(param): name for name, param in self._params.items()}
         lines = [
             f"{names.get(id(param))!r} with{'out' if param.grad is None else ''} a gradient, "
             f"in group {number}"
