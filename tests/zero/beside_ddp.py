@@ -125,15 +125,16 @@ def _compared(
 
 
 class Table(NamedTuple):
-    """Scripts, and those that stage 3 does not train as DistributedDataParallel does.
+    """Scripts, and those that are not trained as DistributedDataParallel does.
 
-    It refuses some: `refused` has a part of the text. Others are `left_out`, for a reason. And in
-    those of `as_torch` fully_shard differs in the same way. Scripts `on_three` ranks are not run on
-    two."""
+    Stage 3 refuses some: `refused` has a part of the text; stages 1 and 2 those `refused_below`.
+    Others are `left_out` at stage 3, for a reason. And in those of `as_torch` fully_shard differs
+    in the same way. Scripts `on_three` ranks are not run on two."""
 
     title: str
     scripts: Mapping[str, Script]
     refused: Mapping[str, str] = {}
+    refused_below: Mapping[str, str] = {}
     left_out: Mapping[str, str] = {}
     as_torch: Sequence[str] = ()
     on_three: Sequence[str] = ()
@@ -169,5 +170,9 @@ class Table(NamedTuple):
             assert third == torchs or abs(third - torchs) < 1e-5, (third, torchs)
         elif third is not None:
             said["stage 3"] = third
+        if name in self.refused_below:
+            del said["ddp"]
+            texts = [said.pop(kind) for kind in [*said] if kind != "stage 3"]
+            assert all(self.refused_below[name] in str(text) for text in texts), texts
         wrong = {k: what for k, what in said.items() if isinstance(what, str) or not what < 1e-5}
         assert not wrong, wrong

@@ -19,6 +19,8 @@ import faststep
 from faststep import zero
 from ranks import Job
 
+from .common import error_of
+
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 Params = list[nn.Parameter]
@@ -287,68 +289,33 @@ def test_a_rank_that_reads_alone_hears_who_is_missing(ranks: Ranks) -> None:
         )
 
 
-def _gone(rank: int, world: int, options: dict[str, Any]) -> dict[str, str]:
-    """What a script keeps of gradients that it drops, and asks where ranks have parts."""
-    inside = _model(torch.float32)
-    model = DistributedDataParallel(inside) if options.get("wrapped") else inside
-    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=options["stage"])
-    param = inside[2].weight
-    said = {}
-
-    def passed(**how: bool) -> None:
-        optimizer.zero_grad(**how)
-        model(torch.ones(4, 3, 8, 8)).square().mean().backward()
-
-    def note(name: str, read: Callable[[], object]) -> None:
-        try:
-            read()
-            said[name] = ""
-        except RuntimeError as error:
-            said[name] = str(error)
-
-    passed()
-    kept = [param.grad, inside[0].weight.grad.data]  # type: ignore[union-attr]
-    optimizer.step()
-    note("until then", lambda: [grad.norm() for grad in kept])
-    passed()
-    note("dropped", kept[0].norm)
-    note("data", lambda: param.grad.add_(kept[1].sum()))  # type: ignore[union-attr]
-    kept = [param.grad]
-    inside.zero_grad()
+def _asked(rank: int, world: int) -> dict[str, str]:
+    """What a script asks where ranks have parts."""
+    model = _model(torch.float32)
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()))
     model(torch.ones(4, 3, 8, 8)).square().mean().backward()
-    note("by the model", lambda: kept[0] * 2)
-    passed(set_to_none=False)
-    with (model if options.get("wrapped") else optimizer).no_sync():
-        passed(set_to_none=False)
-        note("local", lambda: nn.utils.clip_grad_norm_(param, 1.0))
-    for name, ask in {
-        "get": lambda: optimizer.state.get(param),
-        "[]": lambda: optimizer.state[param],
-        "in": lambda: param in optimizer.state,
-        "pop": lambda: optimizer.state.pop(param, None),
-        "set": lambda: optimizer.state.__setitem__(param, {}),
-    }.items():
-        note(f"state: {name}", ask)
-    passed()
     optimizer.step()
-    return said
+    param = model[2].weight
+    return {
+        name: error_of(ask)
+        for name, ask in {
+            "get": lambda: optimizer.state.get(param),
+            "[]": lambda: optimizer.state[param],
+            "in": lambda: param in optimizer.state,
+            "pop": lambda: optimizer.state.pop(param, None),
+            "set": lambda: optimizer.state.__setitem__(param, {}),
+        }.items()
+    }
 
 
-@pytest.mark.parametrize("choice", ["stage 1", "wrapped"])
-def test_what_is_gone_or_elsewhere_is_an_error(ranks: Ranks, choice: str) -> None:
-    for said in ranks(f"reading what is gone, {choice}"):
-        assert said.pop("until then") == ""
-        assert "'2.weight' cannot be used in no_sync() where it adds" in said.pop("local")
+def test_states_of_a_parameter_are_an_error(ranks: Ranks) -> None:
+    for said in ranks("reading states"):
         for name, text in said.items():
-            wanted = "spread over the ranks" if name.startswith("state") else "was dropped, by zero"
-            assert wanted in text, (name, text)
+            assert "spread over the ranks" in text, (name, text)
 
 
 JOBS = [
-    *(
-        Job(f"reading what is gone, {choice}", 2, _gone, (CHOICES[choice][1],))
-        for choice in ("stage 1", "wrapped")
-    ),
+    Job("reading states", 2, _asked),
     *(
         Job(
             f"reading: {choice}, {kind}",

@@ -311,7 +311,7 @@ class Gradients:
         are_all = len(dropped) == len(self.slots)
         for slot in dropped:
             if slot.held and not are_all:  # the next pass adds to what is beside it
-                slot.make_zero()
+                slot.forget()
             slot.drop()
             slot.stand_in.pending = None
         self.changes += 1
@@ -327,15 +327,11 @@ class Gradients:
         self.changes += 1
         slot.make_zero()
 
-    def refuse_local(self, slot: Slot) -> None:
-        """Raise for a read in no_sync(): `.grad` would be earlier means and this rank's own."""
-        is_local = self._number is None and (self._quiet > 0 or self.is_wrapped)
-        if is_local and slot.stand_in.pending is not None:
-            raise RuntimeError(
-                f"faststep.zero: the gradient of {slot.name!r} cannot be used in no_sync() where "
-                "it adds to one from before: set gradients to None before, or use it after a pass "
-                "outside of no_sync()"
-            )
+    @property
+    def is_local(self) -> bool:
+        """True if a script that uses a gradient now wants this rank's, as no_sync() leaves it."""
+        is_quiet = self._quiet > 0 or self.is_wrapped
+        return self.is_collecting and self._number is None and is_quiet
 
     def _refuse_inside(self, what: str) -> None:
         if self.passes:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ..._torch.tensors import foreach_norms
+from ..layout.placeholder import Placeholder
 from ..layout.slots import Slot
 from ..transport.group import Group
 from .gradients import Gradients
 
 
 class GradientValues:
-    """The answers of placeholders.
+    """The answers of placeholders, also of those whose gradient was dropped.
 
     `unscale` multiplies all gradients of a dtype, and looks for infinities on all ranks; a
     collective.
@@ -37,56 +38,60 @@ class GradientValues:
     def name_of(self, index: int) -> str:
         return self._slots[index].name
 
-    def make_zero(self, index: int) -> None:
-        """Set the gradient of a parameter to zero, on this rank."""
-        self._gradients.zero(self._slots[index])
+    def make_zero(self, held: Placeholder) -> None:
+        """Set a gradient to zero, on this rank."""
+        self._gradients.zero(self._slot_of(held))
 
     def change(
-        self, index: int, update: Callable[[Tensor, Callable[[Tensor], Tensor]], object]
+        self, held: Placeholder, update: Callable[[Tensor, Callable[[Tensor], Tensor]], object]
     ) -> None:
         """Change a gradient, on this rank; all ranks are expected to do the same.
 
         `update` is called with a flat part of the gradient, and with a function that cuts a tensor
         of the parameter's shape, or one that broadcasts to it, to this part.
         """
-        slot = self._ready(index)
-        if slot.whole is not None:
-            update(slot.whole, lambda other: other)
-            return
-        if slot.part is not None:
-            update(slot.part.grad, lambda other: _part_of(slot, other))
+        slot = self._ready(held)
+        if (own := slot.own) is not None:
+            update(own, lambda other: other)
+        elif slot.part is not None:
+            update(slot.part.grad, lambda other: _part_of(slot, other, held.dtype))
         self._gradients.changes += 1
 
-    def whole(self, index: int) -> Tensor:
-        """The gradient of a parameter, gathered from the ranks; a collective."""
-        slot = self._ready(index)
-        if slot.whole is not None:
-            return slot.whole
+    def whole(self, held: Placeholder) -> Tensor:
+        """A gradient, gathered from the ranks; a collective."""
+        return self._gathered(self._ready(held), held)
+
+    def _gathered(self, slot: Slot, like: Tensor) -> Tensor:
+        if (own := slot.own) is not None:
+            return own
         what = f"reading the gradient of {slot.name!r}"
         self._group.meet(what)
-        flat = torch.zeros(slot.shape.numel(), dtype=slot.stand_in.dtype, device=slot.param.device)
+        flat = torch.zeros(slot.shape.numel(), dtype=like.dtype, device=like.device)
         if (part := slot.part) is not None:
             flat[part.begin : part.begin + part.grad.numel()] = part.grad
         if flat.numel():  # zeros of other ranks change no bit
             self._group.add_up_inside(flat.view(torch.uint8), what)
         return flat.as_strided(slot.shape, slot.strides)
 
-    def keep(self, index: int, whole: Tensor) -> None:
+    def keep(self, held: Placeholder, whole: Tensor) -> None:
         """Let a tensor from `whole` be the gradient, as a view of it may be written."""
-        self._slots[index].whole = whole
+        slot = self._slot_of(held)
+        if slot.own is not whole:
+            slot.whole = whole
 
-    def norm(self, index: int, order: float) -> Tensor:
-        """The norm of the gradient of a parameter, fp64; a collective after each change of any."""
-        slot = self._ready(index)
-        if slot.whole is not None:
-            norm: Tensor = torch.linalg.vector_norm(slot.whole, order, dtype=torch.float64)
+    def norm(self, held: Placeholder, order: float) -> Tensor:
+        """The norm of a gradient, fp64; a collective after each change of any."""
+        slot = self._ready(held)
+        if slot.own is not None or slot is not self._slots[held.number]:
+            whole = self._gathered(slot, held)
+            norm: Tensor = torch.linalg.vector_norm(whole, order, dtype=torch.float64)
             return norm
         if self._measured_at != self._gradients.changes:
             self._norms.clear()
             self._measured_at = self._gradients.changes
         if order not in self._norms:
             self._norms[order] = self._measured(order)
-        return self._norms[order][index]
+        return self._norms[order][held.number]
 
     def _measured(self, order: float) -> Tensor:
         """The norms of the slices, put together over the ranks."""
@@ -104,20 +109,29 @@ class GradientValues:
         norms: Tensor = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
         return norms
 
-    def _ready(self, index: int) -> Slot:
-        """Have the slices complete before one is used."""
-        slot = self._slots[index]
-        self._gradients.refuse_local(slot)
+    def _slot_of(self, held: Placeholder) -> Slot:
+        kept: Slot | None = held.first.kept
+        return self._slots[held.number] if kept is None else kept
+
+    def _ready(self, held: Placeholder) -> Slot:
+        """Have a gradient complete before it is used; in no_sync() it is what this rank has."""
+        slot = self._slot_of(held)
         self._gradients.before_exchange("the use of a gradient")
-        self._gradients.complete(
-            f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the model "
-            "before shard())"
-        )
+        if not self._gradients.is_local:
+            self._gradients.complete(
+                f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the "
+                "model before shard())"
+            )
+        elif slot is self._slots[held.number] and slot.held:  # it adds to the means of before
+            means, more = self._gathered(slot, held), slot.stand_in.pending
+            slot.stand_in.pending = means if more is None else means + more
+            slot.held = False
+            self._gradients.zero(slot)
         return slot
 
 
-def _part_of(slot: Slot, other: Tensor) -> Tensor:
-    """The part of another tensor beside a slice, in fp32 where the slice has that for bf16."""
+def _part_of(slot: Slot, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """The part of another tensor beside a slice, in fp32 where the slice has that for `dtype`."""
     assert slot.part is not None
     part = slot.cut(other)
-    return part.to(slot.part.grad.dtype) if part.dtype == slot.stand_in.dtype else part
+    return part.to(slot.part.grad.dtype) if part.dtype == dtype else part

@@ -22,11 +22,11 @@ class Values(Protocol):
     """Reads and changes the slices; `GradientValues` has the docstrings."""
 
     def name_of(self, index: int) -> str: ...
-    def make_zero(self, index: int) -> None: ...
-    def change(self, index: int, update: Callable[[Tensor, Cut], object]) -> None: ...
-    def whole(self, index: int) -> Tensor: ...
-    def keep(self, index: int, whole: Tensor) -> None: ...
-    def norm(self, index: int, order: float) -> Tensor: ...
+    def make_zero(self, held: Placeholder) -> None: ...
+    def change(self, held: Placeholder, update: Callable[[Tensor, Cut], object]) -> None: ...
+    def whole(self, held: Placeholder) -> Tensor: ...
+    def keep(self, held: Placeholder, whole: Tensor) -> None: ...
+    def norm(self, held: Placeholder, order: float) -> Tensor: ...
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> object: ...
 
 
@@ -42,7 +42,7 @@ class Placeholder(Tensor):
 
     number: int  # of the parameter
     pending: Tensor | None  # what backward has added
-    is_dropped = False  # the gradient is gone; a script kept this
+    kept: Any  # what a slot had of the gradient when it was dropped, and a script kept this
     _refer: Callable[[], Values | None]
     _origin: Placeholder | None  # whose `detach()` or `.data` this is
 
@@ -52,11 +52,6 @@ class Placeholder(Tensor):
     def gradients(self) -> Values:
         """The gradients of all parameters."""
         values = self._refer()
-        if self._first.is_dropped:
-            raise RuntimeError(
-                "faststep.zero: this gradient was dropped, by zero_grad() or .grad = None, and the "
-                "ranks have it no more: clone() what is needed later"
-            )
         if values is None:
             raise RuntimeError(
                 "faststep.zero: the optimizer that had this gradient is gone; set .grad to None"
@@ -70,7 +65,7 @@ class Placeholder(Tensor):
             cls, param.size(), device=str(param.device), dtype=param.dtype, strides=param.stride()
         )
         assert isinstance(made, Placeholder)
-        made.pending = made._origin = None
+        made.pending = made._origin = made.kept = None
         made._refer = weakref.ref(values) if values is not None else lambda: None
         made.number = index
         return made
@@ -78,17 +73,18 @@ class Placeholder(Tensor):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
-    def successor(self) -> Placeholder:
-        """One for the next gradient; this one, which a script has kept, is of none."""
-        self.is_dropped = True
+    def successor(self, kept: Any) -> Placeholder:
+        """One for the next gradient; this one, which a script has kept, goes on with the last."""
+        self.kept = kept
         return Placeholder(self, self._refer(), self.number)
 
     def is_same(self, grad: object) -> bool:
         """True if it is this one, or what `detach()` or `.data` made of it."""
-        return isinstance(grad, Placeholder) and grad._first is self
+        return isinstance(grad, Placeholder) and grad.first is self
 
     @property
-    def _first(self) -> Placeholder:
+    def first(self) -> Placeholder:
+        """The one that `detach()` or `.data` made this of."""
         return self if self._origin is None else self._origin
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -148,7 +144,7 @@ def _detach(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
     made = Placeholder(held, held._refer(), held.number)
-    made._origin = held._first
+    made._origin = held.first
     return made
 
 
@@ -164,7 +160,7 @@ def _zero(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
     held.pending = None
-    held.gradients.make_zero(held.number)
+    held.gradients.make_zero(held)
     return held
 
 
@@ -193,7 +189,7 @@ def _norm(
     dims = range(held.dim()) if dim is None else [one % max(1, held.dim()) for one in dim]
     if not isinstance(held, Placeholder) or keepdim or sorted(dims) != list(range(held.dim())):
         return _REFUSED
-    norm = held.gradients.norm(held.number, float(order))
+    norm = held.gradients.norm(held, float(order))
     return norm.to(held.dtype if dtype is None else dtype)
 
 
@@ -241,7 +237,7 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             func([part] if is_foreach else part, *others, **rest)
 
         if isinstance(grad, Placeholder):
-            grad.gradients.change(grad.number, update)
+            grad.gradients.change(grad, update)
         else:
             update(grad, lambda other: other)
 
@@ -264,7 +260,7 @@ def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for one in tree_iter(value):
             if isinstance(one, Placeholder):
-                one.gradients.keep(one.number, found[one])
+                one.gradients.keep(one, found[one])
     return _replaced(result, {whole: one for one, whole in found.items()})
 
 
@@ -274,7 +270,7 @@ def _replaced(values: Any, by: dict[Any, Tensor]) -> Any:
 
 
 def _whole(held: Placeholder) -> Tensor:
-    return held.gradients.whole(held.number)
+    return held.gradients.whole(held)
 
 
 def _empty(like: Placeholder) -> Tensor:

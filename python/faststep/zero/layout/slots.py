@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,11 +47,22 @@ class Slot:
 
     def drop(self) -> None:
         """Note that the script has dropped its gradient, which it may have kept elsewhere."""
-        self.held = self.arrived = False
-        self.whole = None
         is_gone = not self.stand_in.is_same(self.param.grad)
         if is_gone and sys.getrefcount(self.stand_in) > self._uses:
-            self.stand_for(self.stand_in.successor())
+            kept = copy.copy(self)
+            kept.whole, kept.held = self.own, True
+            if self.part is not None:
+                grad = self.part.grad.clone()
+                kept.part = Part(grad, grad, self.part.begin)
+            del kept.param, kept.stand_in  # these would be circles
+            self.stand_for(self.stand_in.successor(kept))
+        self.held = self.arrived = False
+        self.whole = None
+
+    @property
+    def own(self) -> Tensor | None:
+        """The gradient, where this rank has it without slices."""
+        return self.whole if self.held or self.whole is not None else self.stand_in.pending
 
     @property
     def is_present(self) -> bool:
@@ -61,9 +73,11 @@ class Slot:
         """Before backward: note that its gradient has not arrived."""
         self.arrived = False
         if not self.stand_in.is_same(self.param.grad):  # the script has dropped what was there
-            self.stand_in.pending = None
             if self.held:
                 self.forget()
+            else:
+                self.drop()
+            self.stand_in.pending = None
 
     def taken(self) -> Tensor | None:
         """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
@@ -88,9 +102,9 @@ class Slot:
 
     def take_over(self, grad: Tensor) -> None:
         """Let the slices have a gradient that is the same on all ranks."""
+        self.drop()
         if self.part is not None:
             self.part.grad.copy_(self.cut(grad))
-        self.whole = None
         self.held, self.param.grad = True, self.stand_in
 
     def take_back(self) -> None:
