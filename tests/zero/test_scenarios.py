@@ -87,7 +87,7 @@ def _read(run: Run) -> None:
     for step in range(3):
         loop.fresh(step)
         loop.keep(*(param.grad.norm() for param in loop.params))  # type: ignore[union-attr]
-        loop.keep(loop.net.head.weight.grad.abs().max())  # type: ignore[union-attr]
+        loop.keep(loop.net.head.weight.grad.abs().sum())  # type: ignore[union-attr]
         loop.optimizer.step()
         loop.keep(loop.net.head.weight.grad.clone())  # type: ignore[union-attr]
 
@@ -103,6 +103,7 @@ def _kept(run: Run) -> None:
         two = [param.grad.data for param in loop.params]  # type: ignore[union-attr]
         loop.net.zero_grad()
         loop.backward(step + 2)
+        three = [param.grad for param in loop.params]  # these are replaced
         for param, first, second in zip(loop.params, one, two, strict=True):
             param.grad.add_(second)  # type: ignore[union-attr]
             param.grad = param.grad + 2 * first
@@ -110,8 +111,8 @@ def _kept(run: Run) -> None:
         if last:
             loop.keep(*((a * b).sum() for a, b in zip(one, last, strict=True)))  # type: ignore[operator]
         last = [param.grad for param in loop.params]
-        loop.keep(*(grad.norm() for grad in one))  # type: ignore[union-attr]
         loop.optimizer.step()
+        loop.keep(*(grad.norm() for grad in (*one, *three)))  # type: ignore[union-attr]
 
 
 def _in_no_sync(run: Run) -> None:
@@ -125,10 +126,12 @@ def _in_no_sync(run: Run) -> None:
             loop.keep(clip_grad_norm_(loop.params, 0.05))
             loop.backward(step + 2)
             loop.net.body.weight.grad.mul_(0.5)  # type: ignore[union-attr]
-            loop.keep(loop.net.head.weight.grad.clone())  # type: ignore[union-attr]
+            last = loop.net.head.weight.grad
+            if step == 10:
+                loop.net.zero_grad()
             loop.net.use = [0, 1, 2]
         loop.backward(step + 3)
-        loop.keep(clip_grad_norm_(loop.params, 0.05))
+        loop.keep(clip_grad_norm_(loop.params, 0.05), last.norm())  # type: ignore[union-attr]
         loop.optimizer.step()
 
 
