@@ -194,6 +194,9 @@ def _as_a_vector(run: Run) -> None:
     net = _Net()
 
     def after(_: int) -> None:
+        if run.kind == "stage 3":  # torch flattens nothing that is sharded unevenly
+            net.head.bias.data = net.head.bias.data * 0.9
+            return
         vector_to_parameters(
             parameters_to_vector(net.parameters()).detach() * 0.9, net.parameters()
         )

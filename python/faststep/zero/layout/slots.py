@@ -75,7 +75,7 @@ class Slot:
         if not self.stand_in.is_same(self.param.grad):  # the script has dropped what was there
             if self.held:
                 self.forget()
-            else:
+            elif self.stand_in.pending is not None:
                 self.drop()
             self.stand_in.pending = None
 
