@@ -26,10 +26,10 @@ _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def fused_class_of(optimizer: Optimizer) -> Kind:
+def fused_class_of(optimizer: Optimizer, keeps_masters: bool) -> Kind:
     """The class whose step makes the same update, with the optimizer's defaults.
 
-    Raises TypeError if there is none, or a script's code is part of the update.
+    Raises TypeError if there is none, or a script's code, or autograd, is part of the update.
     """
     kind = vars(type(optimizer)).get("_made_from") or type(optimizer)
     base = next((one for one in kind.__mro__ if one in _FUSED), None)
@@ -46,10 +46,16 @@ def fused_class_of(optimizer: Optimizer) -> Kind:
             f"makes the update of {base.__name__} on flat parts of the parameters. Pass an "
             f"optimizer of the class {base.__name__} itself"
         )
+    if getattr(optimizer, "_keep_grads", False):
+        raise TypeError("shard() does not support an optimizer with keep_grads=")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise TypeError("shard() does not support differentiable=True: no autograd spans ranks")
 
     def made(groups: list[dict[str, Any]]) -> FusedOptimizer:
         fused: FusedOptimizer = _FUSED[base](groups)
         fused.defaults = optimizer.defaults  # Adagrad begins a state by them
+        fused._keeps_masters = keeps_masters
+        fused._state_dtype = getattr(optimizer, "_state_dtype", None)
         return fused
 
     return made

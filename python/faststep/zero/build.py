@@ -36,10 +36,9 @@ def build(
     timeout: float,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
-    kind = fused_class_of(optimizer)
+    kind = fused_class_of(optimizer, asked.master_weights)
     if asked.max_grad_norm is None:
         asked = asked._replace(max_grad_norm=getattr(optimizer, "_max_grad_norm", None))
-    _refuse_options(optimizer)
     stage, max_grad_norm = asked.stage, asked.max_grad_norm
     wrapper = model if isinstance(model, DistributedDataParallel) else None
     if stage == 3 and wrapper is not None:
@@ -103,19 +102,10 @@ def _fully(
     return made
 
 
-def _refuse_options(optimizer: Optimizer) -> None:
-    """Raise for options of the optimizer that the sharded step does not have."""
-    if getattr(optimizer, "_keep_grads", False):
-        raise TypeError("shard() does not support an optimizer with keep_grads=")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise TypeError("shard() does not support differentiable=True: no autograd spans ranks")
-
-
 def _fused(kind: Kind, optimizer: Optimizer, asked: Options) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     fused = kind([{**options_of(optimizer.param_groups[0]), "params": []}])
     fused.param_groups = optimizer.param_groups
-    fused._keeps_masters, fused._state_dtype = asked.master_weights, asked.state_dtype
     states = _begun_states(optimizer, asked.master_weights)
     kept = {param: fitting(fused, state, param) for param, state in states.items()}
     fused.state = defaultdict(dict, kept)

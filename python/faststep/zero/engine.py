@@ -79,7 +79,7 @@ class Engine:
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
-        self.slices = SliceOptimizer(kind, group, asked.master_weights, asked.state_dtype)
+        self.slices = SliceOptimizer(kind, group)
         reducer = Reducer(self.slots, self.buckets, group, self._pool)
         self.gradients = Gradients(self.slots, reducer, group)
         self.values = GradientValues(self.slots, self.gradients, group, weakly(self._unscale))

@@ -136,9 +136,7 @@ def _states_of(
     """The entries that the optimizer keeps for parameters of a dtype, by starting a small one."""
     probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device="cpu"))
     script = optimizer_class([probe])
-    fused = fused_class_of(script)([{**script.param_groups[0]}])
-    fused._keeps_masters = master_weights
-    fused._state_dtype = getattr(script, "_state_dtype", None)
+    fused = fused_class_of(script, master_weights)([{**script.param_groups[0]}])
     (rule,) = fused._rules()
     if keys_for(rule, probe):
         begin_state(fused, fused.param_groups[0], rule, probe)

@@ -85,9 +85,8 @@ class Gradients:
 
     def settle_pass(self) -> None:
         """Before a change of the buckets: complete a pass whose end was not seen."""
-        self.note_failure()
-        self._refuse_inside("new parameters")
         self._recover()
+        self._refuse_inside("new parameters")
         if self._number is not None:
             self.finish()
 
@@ -136,7 +135,6 @@ class Gradients:
 
     def keep_local(self) -> None:
         """Before backward passes that leave their gradients on this rank."""
-        self.note_failure()
         self._recover()
         if self._number is not None and not self.passes:
             self.finish()
@@ -200,7 +198,6 @@ class Gradients:
 
         What the slices hold is of the last step.
         """
-        self.note_failure()
         self._recover()
         for slot in self.slots:
             if slot.held:
@@ -249,6 +246,7 @@ class Gradients:
 
         A collective if other ranks may wait for this one, which lets them know that it has failed.
         """
+        self.note_failure()
         if self._state is not State.FAILED:
             return
         if any((s.arrived or s.held) and s.stand_in.is_same(s.param.grad) for s in self.slots):

@@ -89,11 +89,8 @@ class SliceStates(defaultdict[Tensor, dict[str, Any]]):
 class SliceOptimizer:
     """Steps what this rank owns, with the options of the script's parameter groups."""
 
-    def __init__(
-        self, kind: Kind, group: Group, keeps_masters: bool, state_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, kind: Kind, group: Group) -> None:
         self.fused = kind([{"params": []}])  # has the states
-        self.fused._keeps_masters, self.fused._state_dtype = keeps_masters, state_dtype
         self.fused.state = SliceStates(self.keys_of)
         self._stepper = self.fused._stepper = Stepper()
         self._group = group
