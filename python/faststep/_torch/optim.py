@@ -11,7 +11,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 from torch.optim import lr_scheduler
-from torch.optim import optimizer as _step_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
 
 __all__ = [
     "CALLED_BY_STEPS",
@@ -19,7 +20,8 @@ __all__ = [
     "cuda_amp_is_unavailable",
     "dtypes_of",
     "get_grad_dtype",
-    "has_global_step_hooks",
+    "global_post_hooks",
+    "global_pre_hooks",
     "has_torchs_passes",
     "increment_version",
     "is_capturing",
@@ -77,15 +79,10 @@ def replaces_unscaling() -> bool:
     return not is_torchs(torch.amp.GradScaler._unscale_grads_)
 
 
-def has_global_step_hooks() -> bool:
-    """True if a hook on the steps of all optimizers is set."""
-    return bool(_step_hooks._global_optimizer_pre_hooks or _step_hooks._global_optimizer_post_hooks)
-
-
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks that are called before each step: those of all optimizers, then this one's."""
     own = optimizer._optimizer_step_pre_hooks
-    return [*_step_hooks._global_optimizer_pre_hooks.values(), *own.values()]
+    return [*global_pre_hooks.values(), *own.values()]
 
 
 def is_of_scheduler(step: Any, inner: Any) -> bool:

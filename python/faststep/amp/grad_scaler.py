@@ -24,7 +24,6 @@ from .protocol import (
     has_dtensors,
     step_with,
     takes_found_inf,
-    takes_requests,
 )
 from .scale_update import ScaleUpdate, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
@@ -160,21 +159,20 @@ class GradScaler(UnscalingScaler):
                 that is negative or NaN.
         """
         check_limit("max_norm", max_norm)
-        fused = takes_requests(optimizer)
+        fused = hasattr(type(optimizer), "_asked")  # faststep's, sharded or not
         if max_norm is not None and not fused:
             self._clip_before_step(optimizer, max_norm, args, kwargs)
             max_norm = None
-        request = ScalerRequest(max_norm=max_norm)
         if not self._enabled:
-            lent = {} if max_norm is None else {"_asked": request}
+            lent = {} if max_norm is None else {"_asked": ScalerRequest(max_norm=max_norm)}
             result: float | None = step_with(optimizer, lent, args, kwargs)
             return result
         if max_norm is not None or takes_found_inf(optimizer):
-            return self._step_unscaled(optimizer, request, args, kwargs)
+            return self._step_unscaled(optimizer, fused, max_norm, args, kwargs)
         if not fused:
             return super().step(optimizer, *args, **kwargs)
         if not isinstance(optimizer, FusedOptimizer) or optimizer._is_divided_by_fsdp1():
-            return self._step_unscaled(optimizer, request, args, kwargs)
+            return self._step_unscaled(optimizer, fused, None, args, kwargs)
         if (
             args
             or kwargs
@@ -184,8 +182,7 @@ class GradScaler(UnscalingScaler):
         ):
             return self._step_as_torch(optimizer, args, kwargs)
         if (optimizer._devices or devices_of(params_of(optimizer))) != HOST_ONLY:
-            request = ScalerRequest(refuses_fp16=True)
-            return self._step_unscaled(optimizer, request, args, kwargs)
+            return self._step_unscaled(optimizer, fused, None, args, kwargs, refuses_fp16=True)
         self._step_unseen(optimizer)
         return None
 
@@ -200,12 +197,12 @@ class GradScaler(UnscalingScaler):
 
     def _step_unseen(self, optimizer: FusedOptimizer) -> None:
         """The same in host memory where nobody sees it: one call looks, unscales and updates."""
-        state = self._begin_step(optimizer, {})
+        state, scale = self._begin_step(optimizer, {})
         if state["stage"] is not OptState.READY or not has_grads(optimizer):
             self._step_as_torch(optimizer, (), {})
             return
         found = torch.zeros((), dtype=torch.float32, device="cpu")
-        if not optimizer._try_step(cast(Tensor, self._scale), found):
+        if not optimizer._try_step(scale, found):
             self._step_as_torch(optimizer, (), {})
             return
         state["found_inf_per_device"] = {found.device: found}
@@ -216,15 +213,16 @@ class GradScaler(UnscalingScaler):
     def _step_unscaled(
         self,
         optimizer: Optimizer,
-        request: ScalerRequest,
+        fused: bool,
+        max_norm: float | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        refuses_fp16: bool = False,
     ) -> float | None:
-        """The step of an optimizer that unscales by itself."""
-        state = self._begin_step(optimizer, kwargs)
-        scale: Any = self._get_scale_async()
+        """The step of an optimizer that unscales by itself; one that is `fused` measures too."""
+        state, scale = self._begin_step(optimizer, kwargs)
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
-        ready, fused = state["stage"] is OptState.READY, takes_requests(optimizer)
+        ready = state["stage"] is OptState.READY
         if not ready and not state["found_inf_per_device"]:
             refuse_unchecked(optimizer)
         lent: dict[str, Any] = {"grad_scale": before}
@@ -235,15 +233,14 @@ class GradScaler(UnscalingScaler):
         measures = fused and ready and has_torchs_passes(self)
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
-            request = request._replace(looks_for_inf=True)
             had_grads = has_grads(optimizer)
         else:
             if ready:
                 self._check_inf_per_device(optimizer)
             found = state["found_inf_per_device"].values()
             lent["found_inf"] = any_found(found, scale.device)
-        if measures or request.max_norm is not None:
-            lent["_asked"] = request
+        if measures or max_norm is not None:
+            lent["_asked"] = ScalerRequest(measures, refuses_fp16, max_norm)
         result: float | None = step_with(optimizer, lent, args, kwargs)
         # Without gradients nothing was checked, and torch's update() says so. A closure may have
         # made the first ones.
@@ -331,15 +328,17 @@ class GradScaler(UnscalingScaler):
             state["_hysteresis_tracker"] = None
         return state
 
-    def _begin_step(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Raise torch's errors for a step out of order; return what is known of the optimizer."""
+    def _begin_step(
+        self, optimizer: Optimizer, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Raise torch's errors for a step out of order; return what is known, and the scale."""
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        return state
+        return state, scale
 
     def _clip_before_step(
         self,
@@ -350,7 +349,7 @@ class GradScaler(UnscalingScaler):
     ) -> None:
         """Unscale and clip in place, for an optimizer that cannot clip inside its step."""
         refuse_shards(optimizer)
-        state = self._begin_step(optimizer, kwargs) if self._enabled else None
+        state = self._begin_step(optimizer, kwargs)[0] if self._enabled else None
         if any(callable(value) for value in (*args, kwargs.get("closure"))):
             raise RuntimeError(
                 "max_norm cannot be combined with a closure for "

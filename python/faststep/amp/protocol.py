@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch.dtensor import any_dtensor
 from .._torch.modes import is_watched
-from .._torch.optim import has_global_step_hooks
+from .._torch.optim import global_post_hooks, global_pre_hooks
 from .._torch.ranks import is_distributed
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
@@ -49,11 +49,6 @@ class AskedToUnscale:
         self._optimizer = None
 
 
-def takes_requests(optimizer: Optimizer) -> bool:
-    """True for optimizers whose step measures and clips by itself: faststep's, sharded or not."""
-    return hasattr(type(optimizer), "_asked")
-
-
 def can_be_seen(optimizer: FusedOptimizer) -> bool:
     """True if anybody could see how often `step` is called, or what the gradients are then.
 
@@ -63,7 +58,8 @@ def can_be_seen(optimizer: FusedOptimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or has_global_step_hooks()
+        or global_pre_hooks
+        or global_post_hooks
         or optimizer._has_replaced_step()
         or _C.is_recorded()
         or is_watched()
@@ -110,23 +106,17 @@ def step_with(
     After the step they are deleted, as by torch's scaler. If the step raises, the earlier values
     (a `grad_scale` of the user) are restored, so that the step can be tried again.
     """
-    own = vars(optimizer)
-    before = [(name, own[name]) for name in lent if name in own]
+    own, before = vars(optimizer), {}
     for name, value in lent.items():
+        if name in own:
+            before[name] = own[name]
         setattr(optimizer, name, value)
     try:
         result = optimizer.step(*args, **kwargs)
-    except BaseException:
-        _remove(optimizer, lent)
-        for name, value in before:
-            setattr(optimizer, name, value)
-        raise
-    _remove(optimizer, lent)
-    return result
-
-
-def _remove(optimizer: Optimizer, names: Iterable[str]) -> None:
-    present = vars(optimizer)
-    for name in names:
-        if name in present:  # the step may have removed it itself
+        before.clear()
+        return result
+    finally:
+        for name in lent.keys() & own.keys():  # the step may have removed some itself
             delattr(optimizer, name)
+        for name, value in before.items():
+            setattr(optimizer, name, value)

@@ -15,28 +15,32 @@ _Value = TypeVar("_Value")
 
 
 class ByOptimizer(Generic[_Value]):
-    """One value per optimizer; keeps no optimizer alive, and no value if `weakly`."""
+    """One value per optimizer; keeps no optimizer alive, and no value if `weakly`.
+
+    Attributes:
+        known: how to get the values; empty where no optimizer has one.
+    """
 
     def __init__(self, *, weakly: bool) -> None:
         self._weakly = weakly
-        self._known: dict[weakref.ref[Optimizer], Callable[[], _Value | None]] = {}
+        self.known: dict[weakref.ref[Optimizer], Callable[[], _Value | None]] = {}
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return self.of(optimizer) is not None
 
     def of(self, optimizer: Optimizer) -> _Value | None:
         """The value, if the optimizer has one that lives."""
-        known = self._known.get(weakref.ref(optimizer))
+        known = self.known.get(weakref.ref(optimizer))
         return None if known is None else known()
 
     def set(self, optimizer: Optimizer, value: _Value) -> None:
         """Give the optimizer a value in place of the one before."""
-        key = weakref.ref(optimizer, lambda dead: self._known.pop(dead, None))
-        self._known[key] = weakref.ref(value) if self._weakly else lambda: value
+        key = weakref.ref(optimizer, lambda dead: self.known.pop(dead, None))
+        self.known[key] = weakref.ref(value) if self._weakly else lambda: value
 
     def pop(self, optimizer: Optimizer) -> _Value | None:
         """Take the value away and return it."""
-        known = self._known.pop(weakref.ref(optimizer), None)
+        known = self.known.pop(weakref.ref(optimizer), None)
         return None if known is None else known()
 
     def others(self, optimizer: Optimizer) -> list[Optimizer]:
@@ -52,7 +56,7 @@ class ByOptimizer(Generic[_Value]):
 
         Looks at no tensor where no optimizer has a value.
         """
-        if not self._known:
+        if not self.known:
             return []
         wanted = set(map(id, tensors))
         return [
@@ -61,7 +65,7 @@ class ByOptimizer(Generic[_Value]):
 
     def _all(self) -> list[Optimizer]:
         """The optimizers with a value."""
-        found = [key() for key in list(self._known)]
+        found = [key() for key in list(self.known)]
         return [one for one in found if one is not None and one in self]
 
 
@@ -84,8 +88,6 @@ def refuse_clipping(parameters: Iterable[Tensor]) -> None:
 
 def refuse_shared(optimizer: Optimizer) -> None:
     """Raise if another optimizer, whose gradients are released, trains one of the parameters."""
-    if not releasing._known:
-        return
     for other in releasing.others(optimizer):
         theirs = {id(param) for param in params_of(other) if param.requires_grad}
         for number, group in enumerate(optimizer.param_groups):

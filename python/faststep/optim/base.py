@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +18,10 @@ from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
 from .._torch.optim import is_of_scheduler
 from .._torch.tensors import has_no_memory
-from ..grads.owners import refuse_shared
+from ..grads.owners import refuse_shared, releasing
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
-from .checks import check_limit, refuse_group_options, refuse_part
+from .checks import refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
 from .load_states import loading_states
 from .masters import (
@@ -37,6 +38,8 @@ from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, requ
 from .step import Stepper, loss_of
 from .step_options import ClippedOptimizer
 from .zeros import Zeros
+
+_PARAMS_OF = operator.itemgetter("params")
 
 
 def number(value: float | Tensor) -> float:
@@ -233,12 +236,11 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _fused_step(self, request: StepRequest | None = None, by_torch: bool = False) -> None:
         if request is None:
             request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
-        refuse_shared(self)
-        if request.max_norm is not None:
-            check_limit("max_grad_norm", request.max_norm)
-            if not self._norm_is_whole:
-                refuse_part(self)
-                self._norm_is_whole = True
+        if releasing.known:
+            refuse_shared(self)
+        if request.max_norm is not None and not self._norm_is_whole:
+            refuse_part(self)
+            self._norm_is_whole = True
         try:
             if by_torch or is_watched():
                 why = "in a TorchDispatchMode" if is_watched() else "with code of the script"
@@ -268,7 +270,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             grad_scale, found_inf, True, write_grads=True, refuses_fp16=True, is_tried=True
         )
         try:
-            refuse_shared(self)
+            if releasing.known:
+                refuse_shared(self)
             answer = self._step_by_plan(request)
         except Exception:  # comes again in the step that follows
             return False
@@ -283,9 +286,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
         learn_dtensors()
-        params = [group["params"] for group in self.param_groups]
-        if not all(type(some) is list for some in params):  # of a script, which has replaced one
-            params = [list(some) for some in params]
+        params = list(map(_PARAMS_OF, self.param_groups))
+        if set(map(type, params)) != {list}:  # of a script, which has replaced one
+            params = list(map(list, params))
         plan_step = PlanStep(self, params, self._rules)
         if self._stepper is None:
             self._stepper = Stepper()
@@ -303,8 +306,13 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             self._has_shards = any(map(is_fsdp_shard, params_of(self)))
         return self._has_shards
 
-    def _rules(self) -> list[Rule]:
-        return [self._checked_rule_of(group) for group in self.param_groups]
+    def _rules(self, groups: Sequence[dict[str, Any]] = ()) -> list[Rule]:
+        """The rules of some groups. Default: of all."""
+        groups = groups or self.param_groups
+        for group in groups:
+            if group.get("differentiable") or group.get("capturable"):
+                leave_to_torch(group, self._devices)
+        return list(map(self._rule_of, groups))
 
     def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
         """The step by operators of torch. `reason` is what `run` reports."""
@@ -323,11 +331,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             return True
         is_torchs = grad.is_sparse or param.is_complex()
         return is_torchs and torchs_class(self, FusedOptimizer) is not None
-
-    def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
-        if group.get("differentiable") or group.get("capturable"):
-            leave_to_torch(group, self._devices)
-        return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used."""

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from .._torch.optim import CALLED_BY_STEPS, has_global_step_hooks, is_torchs
+from .._torch.optim import CALLED_BY_STEPS, global_post_hooks, global_pre_hooks, is_torchs
 
 
 class _TorchsStep:
@@ -117,7 +117,7 @@ class HookedOptimizer(Optimizer):
                 around = Optimizer.profile_hook_step(type(self)._step_around_script)
                 return around(self, *args, **kwargs)
             hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-            if hooked or has_global_step_hooks() or _C.is_recorded():
+            if hooked or global_pre_hooks or global_post_hooks or _C.is_recorded():
                 return whole(self, *args, **kwargs)
             return func(self, *args, **kwargs)
 

@@ -54,6 +54,9 @@ Done = tuple[bool, float | None, list[Tensor], list[Tensor] | None]
 class PlanStep:
     """Some or all parameters of an optimizer, how to step them, and the states made for one step.
 
+    Attributes:
+        new: the places of the states that were created; None: no state.
+
     Args:
         params: lists of parameters.
         rules: gives a rule per list; asked again where devices have changed.
@@ -65,8 +68,8 @@ class PlanStep:
     __slots__ = (
         "_before",
         "_has_emptied_cache",
-        "_new",
         "groups",
+        "new",
         "optimizer",
         "params",
         "rules",
@@ -89,7 +92,7 @@ class PlanStep:
         self.groups = groups
         self.wants_norm = wants_norm
         self.unchanged = unchanged
-        self._new: list[Place] | None = None  # of the states that were created; None: no state
+        self.new: list[Place] | None = None
         self._before: list[tuple[Tensor, dict[str, Any] | None]] = []  # what they were
         self._has_emptied_cache = False
 
@@ -110,7 +113,7 @@ class PlanStep:
                     self.params,
                     rules,
                     self.optimizer.state,
-                    self._new,
+                    self.new,
                     scalars,
                     looks,
                     max_norm,
@@ -151,7 +154,7 @@ class PlanStep:
 
     def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
         """Create states that were found missing; an error for those that still are."""
-        optimizer, before = self.optimizer, self._new or []
+        optimizer, before = self.optimizer, self.new or []
         for which, index in missing:
             keys = keys_for(rules[which], self.params[which][index])
             if (which, index) in before:  # it is there, but None
@@ -162,7 +165,7 @@ class PlanStep:
         for which, index in missing:
             optimizer._refuse_half_state(*self.place(which, index), own_keys(rules[which]))
         begun = [place for place in missing if self._begins(place, rules)]
-        self._new = sorted([*before, *begun])  # the first may have been dropped meanwhile
+        self.new = sorted([*before, *begun])  # the first may have been dropped meanwhile
         for which, index in missing:
             param = self.params[which][index]
             known = param in optimizer.state
@@ -206,11 +209,9 @@ class PlanStep:
 
         It waits only where a state of zeros makes the next step differ from a missing state.
         """
-        if self._new is None:
-            return
         if isinstance(skipped, Tensor):
             groups = self.optimizer.param_groups
-            places = (self.place(which, index) for which, index in self._new)
+            places = (self.place(which, index) for which, index in self.new or ())
             differ = any(self.optimizer._zeros_differ(groups[group]) for group, _ in places)
             skipped = differ and bool(skipped.item() != 0.0)
         if skipped:
@@ -218,7 +219,7 @@ class PlanStep:
 
     def drop_new_states(self) -> None:
         """Undo the creation where zeros make the next step differ from a missing state."""
-        for which, index in self._new or ():
+        for which, index in self.new or ():
             self.optimizer._drop_new_state(self.params[which][index])
 
     def restore_states(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from .checks import refuse_unchecked
+from .checks import check_limit, refuse_unchecked
 from .zeros import Zeros
 
 _RULES = _C.rules()
@@ -55,8 +55,12 @@ def request_of(
 
     Raises:
         AssertionError: torch's scaler saw no gradient, and there is one.
+        ValueError: the optimizer's limit of the norm is negative or NaN.
     """
-    max_norm = max_grad_norm if asked.max_norm is None else asked.max_norm
+    max_norm = asked.max_norm
+    if max_norm is None and max_grad_norm is not None:
+        check_limit("max_grad_norm", max_grad_norm)
+        max_norm = max_grad_norm
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     found_inf: Any = getattr(optimizer, "found_inf", None)
     if found_inf is not None and not isinstance(found_inf, Tensor):

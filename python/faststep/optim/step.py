@@ -88,7 +88,7 @@ class Stepper:
             answer = self._answer_of_devices(answer, scalars, measures)
         if request.is_tried and answer.skipped:
             plan_step.restore_states()
-        else:
+        elif plan_step.new:
             plan_step.drop_new_states_if(answer.skipped)
         return answer
 

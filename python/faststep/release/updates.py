@@ -275,7 +275,7 @@ class Release:
     def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
         rule = self._rules.get(place.hook.group)
         if rule is None:
-            rule = optimizer._checked_rule_of(optimizer.param_groups[place.hook.group])
+            [rule] = optimizer._rules([optimizer.param_groups[place.hook.group]])
             self._rules[place.hook.group] = rule
         return rule
 
@@ -295,7 +295,7 @@ class Release:
             if rule is None:
                 continue
             # Without learning rates on devices: reading those would wait.
-            if rule._replace(lr=None) != optimizer._checked_rule_of(group)._replace(lr=None):
+            if rule._replace(lr=None) != optimizer._rules([group])[0]._replace(lr=None):
                 raise RuntimeError(
                     f"the learning rate or another number of group {number} was changed between "
                     "backward and optimizer.step(): with release_gradients() backward has updated "
@@ -347,7 +347,7 @@ def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
     """
     entry = optimizer.param_groups[group]
     param = entry["params"][index]
-    rule = optimizer._checked_rule_of(entry)
+    [rule] = optimizer._rules([entry])
     keys = keys_for(rule, param)
     known = optimizer.state.get(param, {})
     if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
