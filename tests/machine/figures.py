@@ -27,8 +27,10 @@ counted. Of ways with the same accesses and types the longest counts; `shortest`
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from machine.graph import Block, blocks, loops, order_of
 from machine.listing import NONE, Instruction, Kernel
@@ -116,13 +118,18 @@ class Way:
     def count(self, *patterns: str) -> int:
         return sum(bool(re.match("|".join(patterns), one.opcode)) for one in self.code)
 
+    @cached_property
+    def loaded(self) -> Counter[int]:
+        """Loads from global memory, by their bytes."""
+        return Counter(one.loaded for one in self.code)
+
     @property
     def loads(self) -> int:
-        return sum(one.loads(self.word) for one in self.code)
+        return self.loaded[self.word]
 
     def items(self, size: int) -> int:
         """Loads of one element of so many bytes."""
-        return sum(one.loads(size) for one in self.code)
+        return self.loaded[size]
 
     def bytes_of(self, one: Instruction) -> int:
         """What an instruction loads, of words and elements."""
@@ -133,11 +140,11 @@ class Way:
         """Loads of words and elements."""
         return sum(bool(self.bytes_of(one)) for one in self.code)
 
-    @property
+    @cached_property
     def stores(self) -> int:
         return sum(one.stores(self.word) for one in self.code)
 
-    @property
+    @cached_property
     def sure_stores(self) -> int:
         return sum(one.stores(self.word) and not one.guard for one in self.code)
 

@@ -64,13 +64,14 @@ class Instruction:
 
     def loads(self, word: int = 16) -> bool:
         """Whether it loads a word of that many bytes from global memory."""
-        return self._loaded == word
+        return self.loaded == word
 
     def stores(self, word: int = 16) -> bool:
         return self._stored == word
 
     @cached_property
-    def _loaded(self) -> int:
+    def loaded(self) -> int:
+        """Bytes that it loads from global memory."""
         return self.bytes_of("LDG", "LD")
 
     @cached_property
