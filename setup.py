@@ -5,7 +5,7 @@ for every object, csrc/cpu/<level>.flags for the loops of an instruction set. FA
 makes warnings errors; FASTSTEP_SANITIZE=address,undefined builds an instrumented extension.
 
 Where nvcc and a GPU are found the kernels of cuda/ become faststep/kernels.fatbin, for the GPUs of
-this machine. FASTSTEP_CUDA=1 builds them for all architectures of cuda/targets.flags, and fails
+this machine. FASTSTEP_CUDA=1 builds them for all architectures of cuda/targets.py, and fails
 where there is no nvcc. FASTSTEP_FATBIN names a file of kernels to take instead. FASTSTEP_CUDA=0
 leaves them out.
 """
@@ -15,6 +15,7 @@ import ctypes
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -32,7 +33,6 @@ LOOPS = sorted(glob("csrc/cpu/*.isa.c"))
 PLAIN = sorted(set(glob("csrc/**/*.c", recursive=True)) - set(LOOPS))
 HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
 KERNELS = sorted(glob("cuda/*.*"))
-TARGETS = "cuda/targets.flags"
 CUDA = os.environ.get("FASTSTEP_CUDA", "")
 FATBIN = os.environ.get("FASTSTEP_FATBIN")  # kernels that were compiled before
 
@@ -61,13 +61,13 @@ def gpus() -> list[int]:
 def targets() -> list[str]:
     """nvcc's options for what the kernels are built for. Of each GPU that is the machine code which
     the file has for it, and PTX, which every later GPU can run."""
+    made_of = runpy.run_path("cuda/targets.py")["MADE_OF"]
     if CUDA == "1":
-        return [f"--options-file={TARGETS}"]
-    with open(TARGETS) as file:
-        lines = re.findall(r"arch=(compute_\d+),code=\[?(\S+)", file.read())
-    made_of = {int(sm): ptx for ptx, code in lines for sm in re.findall(r"\bsm_(\d+)", code)}
-    codes = {max(sm for sm in made_of if sm <= gpu) for gpu in gpus() if gpu >= min(made_of)}
-    return [f"-gencode=arch={made_of[c]},code=[{made_of[c]},sm_{c}]" for c in sorted(codes)]
+        of_all = [f"-gencode=arch={ptx},code=[{','.join(made)}]" for ptx, made in made_of.items()]
+        return [*of_all, "--compress-mode=size"]
+    ptx_of = {int(c[3:]): ptx for ptx, made in made_of.items() for c in made if c[:3] == "sm_"}
+    codes = {max(sm for sm in ptx_of if sm <= gpu) for gpu in gpus() if gpu >= min(ptx_of)}
+    return [f"-gencode=arch={ptx_of[c]},code=[{ptx_of[c]},sm_{c}]" for c in sorted(codes)]
 
 
 def newest(*sources: str) -> float:
@@ -124,7 +124,7 @@ class BuildExt(build_ext):
 
     def fatbin(self, compiler: str, codes: list[str]) -> str:
         """The kernels for these architectures, compiled if a source is newer."""
-        name = "-".join(re.findall(r"sm_\d+", " ".join(codes))) or "all"
+        name = "all" if CUDA == "1" else "-".join(re.findall(r"sm_\d+", " ".join(codes)))
         built = f"build/kernels/{name}.fatbin"
         sources = [*KERNELS, "setup.py", *glob("csrc/base/*.h"), *glob("csrc/rules/*.*")]
         if self.force or not os.path.exists(built) or os.path.getmtime(built) <= newest(*sources):

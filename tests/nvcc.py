@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import threading
@@ -20,14 +21,11 @@ ROOT = Path(__file__).parents[1]
 HOMES = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
 PLACES = [os.environ.get("PATH", os.defpath), *(f"{home}/bin" for home in HOMES if home)]
 NVCC = shutil.which("nvcc", path=os.pathsep.join(PLACES)) or ""
-ARCHITECTURES = re.findall(r"\bsm_\d+\b", (ROOT / "cuda/targets.flags").read_text())
+MADE_OF: dict[str, list[str]] = runpy.run_path(str(ROOT / "cuda/targets.py"))["MADE_OF"]
 VIRTUAL = {  # architecture of the PTX that an architecture is assembled from
-    arch: virtual
-    for virtual, code in re.findall(
-        r"-gencode=arch=(compute_\d+),code=\[?(\S+)", (ROOT / "cuda/targets.flags").read_text()
-    )
-    for arch in re.findall(r"\bsm_\d+\b", code)
+    arch: virtual for virtual, codes in MADE_OF.items() for arch in codes if arch[:3] == "sm_"
 }
+ARCHITECTURES = list(VIRTUAL)
 SOURCES = ["cuda/*", "csrc/base/*", "csrc/rules/*"]
 _ONE_AT_A_TIME = threading.Lock()  # of what several architectures are assembled from
 RESOURCES = ROOT / "tests/cuda/resources.json"
@@ -57,14 +55,11 @@ def version() -> str:
     return re.findall(r"\bV(\d+\.\d+\.\d+)", run(NVCC, "--version"))[0]
 
 
-def ptx(virtual: str = "compute_80", fmad: bool = False) -> Path:
+def ptx(virtual: str = "compute_80") -> Path:
     """The kernels in PTX, with the lines of their source, made if a source is newer."""
-    flags = (ROOT / "cuda/nvcc.flags").read_text().split()
-    options = [f"--fmad={fmad}".lower() if flag == "--fmad=false" else flag for flag in flags]
-    options += ["-lineinfo", "-Werror=all-warnings", "-ptx", f"-arch={virtual}"]
+    options = ["--options-file=cuda/nvcc.flags", "-lineinfo", "-Werror=all-warnings", "-ptx"]
     with _ONE_AT_A_TIME:
-        name = f"{virtual}{'.fused' * fmad}.ptx"
-        return _made(name, options, "cuda/kernels.cu")
+        return _made(f"{virtual}.ptx", [*options, f"-arch={virtual}"], "cuda/kernels.cu")
 
 
 def cubin(arch: str) -> Path:

@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from nvcc import KERNELS, needs_nvcc, ptx
+from nvcc import KERNELS, NVCC, ROOT, needs_nvcc, ptx, run
 
+FUSES = """extern "C" __global__ void fuses(float *a, double *b)
+{
+    *a += *a * *a;
+    *b += *b * *b;
+}
+"""
 INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+ )?([a-z][a-z0-9_.]*)\s.*;$", re.MULTILINE)
 pytestmark = needs_nvcc
 
@@ -72,11 +78,17 @@ def test_what_is_fused_says_so(unfused: dict[str, str], unfused_code: str) -> No
     assert callers <= {"fst_norm"}
 
 
-def test_the_search_finds_what_is_fused() -> None:
+def test_the_search_finds_what_is_fused(tmp_path: Path) -> None:
     """Where fusing is allowed nvcc does it, in fp32 and in fp64."""
-    code = ptx(fmad=True).read_text()
-    assert {"fma.rn.f32", "fma.rn.f64"} <= set(fused(code))
-    assert not all("fmaf(" in line for line in lines_of("fma.rn.f32", code))
+    source, made = tmp_path / "fuses.cu", tmp_path / "fuses.ptx"
+    source.write_text(FUSES)
+    flags = (ROOT / "cuda/nvcc.flags").read_text().split()
+    for fmad, found in (("false", set()), ("true", {"fma.rn.f32", "fma.rn.f64"})):
+        options = [f"--fmad={fmad}" if flag == "--fmad=false" else flag for flag in flags]
+        options += ["-lineinfo", "-ptx", "-arch=compute_80", "-o", str(made)]
+        run(NVCC, *options, str(source))
+        assert set(fused(made.read_text())) == found
+    assert lines_of("fma.rn.f32", made.read_text()) == {"    *a += *a * *a;"}
 
 
 def test_every_operation_rounds_to_nearest_and_keeps_subnormals(unfused: dict[str, str]) -> None:
