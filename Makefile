@@ -71,8 +71,7 @@ help: ## show this
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Installs the package beside its sources, with the extras of pyproject.toml that are named last. Each time
-# pip compiles the extension: .installed-test,dev,docs takes a third of the time of one after the other.
+# Installs the package beside its sources, with the extras of pyproject.toml that are named last.
 COMMA := ,
 $(BIN)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing faststep[$*] and what it needs into $(VENV)"

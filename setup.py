@@ -18,6 +18,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -91,6 +92,11 @@ def macros() -> list[tuple[str, str]]:
 
 class BuildExt(build_ext):
     """Compiles what is out of date, side by side, and the loops once per instruction set."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.editable_mode:  # the folder that pip gives is thrown away; `--inplace` has this one
+            self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
 
     def run(self) -> None:
         folder = os.path.dirname(self.get_ext_fullpath("faststep._C"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sysconfig
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 import faststep
 from faststep import _C
@@ -61,6 +64,21 @@ def test_flags_leave_results_alone() -> None:
     every = [option for flags in options.values() for option in flags]
     unwanted = re.compile(r"-(Ofast|ffast-math|funsafe.*|fassociative.*|flto.*|march=.*|mfma.*)$")
     assert [option for option in every if unwanted.match(option)] == []
+
+
+def test_what_pip_compiles_for_development_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its objects lie where `setup.py build_ext --inplace` looks for them."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    kind: Any = runpy.run_path("setup.py")["BuildExt"]
+    by_make, by_pip = (kind(setuptools.Distribution()) for _ in range(2))
+    by_pip.editable_mode = True
+    by_pip.get_finalized_command("build").build_temp = "/tmp/of-pip"
+    for command in (by_make, by_pip):
+        command.finalize_options()
+    assert by_make.build_temp == by_pip.build_temp
 
 
 @pytest.mark.parametrize("name", ["py.typed", "_C.pyi"])
