@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -285,7 +285,7 @@ class GradScaler(UnscalingScaler):
         )
         combined = sum(found[1:], start=found[0])
         rule.update(scale, growth_tracker, self._hysteresis_tracker, combined)
-        states = cast("defaultdict[int, dict[str, Any]]", self._per_optimizer_states)
+        states: Any = self._per_optimizer_states
         self._per_optimizer_states = defaultdict(states.default_factory)
 
     def _get_hysteresis_tracker(self) -> int:
