@@ -108,6 +108,8 @@ FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_ope
                                     const fst_step_f32 *step, int write_grad, uint64_t *unsure)
 {
     const int masters = op[FST_OP_MASTER].data != 0;
+    if (step->noisy)
+        return 0;
     if (!masters && fst_is_known(op, FST_F32, FST_F32))
         return update_known_fp32(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_BF16, FST_BF16))

@@ -11,6 +11,8 @@ typedef struct {
     int32_t rule;
     REAL inv_scale, coefficient, sign;
     uint32_t warp, warps; /* this one, of those that work on the chunk */
+    int32_t noisy;        /* bf16 states are rounded by the span's noise */
+    const fst_device_span *span;
 } FST_T(fst_step);
 
 /* Multiplies by the inverse scale and then by the clip coefficient, in the order of unscale_ and
@@ -112,6 +114,51 @@ FST_DEVICE void FST_T(store_halves)(const fst_tile *tile, const fst_place *upper
     }
 }
 
+/* The noise of eight neighbours of state k, of which one is this element of the chunk. */
+FST_DEVICE fst_words FST_T(noise_at)(const fst_share *share, uint32_t element, uint32_t k,
+                                     const FST_T(fst_step) *step)
+{
+    const uint64_t eight = ((uint64_t)share->begin + element) / 8;
+    const fst_device_span *span = step->span;
+    fst_noise key = span->noise;
+    fst_words noise;
+    key.step = fst_noise_step(fst_scalar_read(&span->step));
+    fst_noise_of_eight(&key, (uint32_t)eight, fst_noise_place(k, eight), noise.word);
+    return noise;
+}
+
+/* Stores a word of state k in bf16, rounded by noise. */
+FST_DEVICE void FST_T(store_by)(const fst_share *share, const fst_tile *tile,
+                                const fst_place *place, const REAL *x, uint32_t k,
+                                const FST_T(fst_step) *step)
+{
+    const fst_words noise = FST_T(noise_at)(share, tile->first, k, step);
+    fst_words word = fst_words_zero();
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++)
+        word.word[q / 2] |= (uint32_t)fst_f32_to_bf16_by((float)x[q], fst_item_of(&noise, q, 8))
+                            << q % 2 * 16;
+    if (tile->has_first)
+        *FST_T(first_of)(tile, place) = word;
+}
+
+/* Stores an element of state k, which may be rounded by noise. */
+FST_DEVICE void FST_T(set_state)(const fst_share *share, const fst_device_operand *op,
+                                 uint32_t element, REAL x, uint32_t k, const FST_T(fst_step) *step)
+{
+    if (!step->noisy || op->dtype != FST_BF16) {
+        FST_T(set)(share, op, element, x);
+        return;
+    }
+    const fst_words noise = FST_T(noise_at)(share, element, k, step);
+    const unsigned q = (unsigned)(((uint64_t)share->begin + element) % 8);
+    uint32_t bits = 0;
+    FST_UNROLL
+    for (unsigned n = 0; n < 8; n++) /* nvcc keeps words in registers if it knows each place */
+        bits = n == q ? fst_item_of(&noise, n, 8) : bits;
+    fst_half_set(share, op, element, fst_f32_to_bf16_by((float)x, bits));
+}
+
 /* What the rule begins with: the parameter, its master, or the number of both halves. */
 FST_DEVICE REAL FST_T(get_value)(const fst_share *share, const fst_device_operand *op,
                                  uint32_t element)
@@ -194,7 +241,9 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
         FST_T(store_items)(&tile, &at[FST_OP_GRAD], x.g, !quick);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
-        if (at[FST_OP_STATE + k].dtype >= 0)
+        if (fst_hidden(step->noisy) && at[FST_OP_STATE + k].dtype == FST_BF16)
+            FST_T(store_by)(share, &tile, &at[FST_OP_STATE + k], x.state[k], k, step);
+        else if (at[FST_OP_STATE + k].dtype >= 0)
             FST_T(store)(&tile, &at[FST_OP_STATE + k], x.state[k], !quick);
     const fst_place there = fst_place_of(share, &op[FST_OP_MASTER]);
     if (fst_hidden(there.dtype) == FST_I16) {
@@ -225,7 +274,7 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
         if (op[FST_OP_STATE + k].data)
-            FST_T(set)(share, &op[FST_OP_STATE + k], element, x.state[k][0]);
+            FST_T(set_state)(share, &op[FST_OP_STATE + k], element, x.state[k][0], k, step);
     FST_T(set_value)(share, op, element, x.p[0]);
 }
 

@@ -19,6 +19,7 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
     step.sign = span->maximize ? (REAL)-1 : (REAL)1;
     step.warp = warp;
     step.warps = warps;
+    step.noisy = span->noisy;
     for (unsigned k = 0; k < FST_OP_COUNT; k++)
         FST_T(share_with)(&share, &op[k], k == FST_OP_GRAD && sizeof(REAL) == sizeof(float));
     fst_share_close(&share);
@@ -31,6 +32,7 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
     op = fst_operands_of(&launch->tables, index);
     step.args = fst_args_of(&launch->tables, index);
     FST_T(places_of)(&share, op, at);
+    step.span = &fst_spans_of(&launch->tables)[index];
     for (;;) {
         uint32_t element = rest;
         if (left) {

@@ -8,6 +8,7 @@
  * Short tables travel in the launch's own parameters, so that nothing has to be copied first. */
 #pragma once
 
+#include "base/noise.h"
 #include "base/work.h"
 
 enum {
@@ -63,6 +64,10 @@ typedef struct {
     int32_t maximize;
     int32_t wide;                                  /* computed in double */
     fst_device_number numbers[FST_DEVICE_NUMBERS]; /* see rules/numbers.def */
+    fst_noise noise; /* where bf16 states are rounded by it; its step is that of the counter, which
+                        is there */
+    int32_t noisy;
+    int32_t reserved;
 } fst_device_span;
 
 typedef struct {

@@ -31,6 +31,35 @@ static uint16_t *halves_of(const fst_operand *op, char *raw, int64_t at, size_t 
     return (uint16_t *)(void *)raw;
 }
 
+/* Noise for a strip, and for what shares its words. State k's begins at k * NOISE_ROOM. */
+enum { NOISE_ROOM = STRIP + 16 };
+typedef uint16_t noise_room[FST_MAX_STATES * NOISE_ROOM] ALIGNED;
+typedef uint32_t __attribute__((may_alias)) noise_word;
+
+__attribute__((noinline)) static void fst_loop_noise(size_t eights, noise_word *restrict to,
+                                                     uint32_t lower, uint32_t upper,
+                                                     const fst_noise *noise)
+{
+    const fst_noise key = *noise;
+    for (size_t i = 0; i < eights; i++, lower++) {
+        uint32_t words[4];
+        fst_noise_of_eight(&key, lower, upper, words);
+        for (size_t k = 0; k < 4; k++)
+            to[4 * i + k] = words[k];
+    }
+}
+
+/* The noise for a strip. */
+static const uint16_t *noise_for(uint16_t *room, const fst_update_args *args, unsigned states,
+                                 int64_t begin, size_t n)
+{
+    const uint64_t at = (uint64_t)begin, first = at / 8, last = (at + n - 1) / 8;
+    for (uint32_t k = 0; k < states; k++)
+        fst_loop_noise((size_t)(last - first) + 1, (noise_word *)&room[k * NOISE_ROOM],
+                       (uint32_t)first, fst_noise_place(k, first), &args->noise);
+    return room + at % 8;
+}
+
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32

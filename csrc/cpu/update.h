@@ -1,5 +1,25 @@
 /* update.h - the update pass over one chunk, included once for float and once for double. */
 
+/* Rounds to bf16 by noise. */
+__attribute__((noinline)) static void FST_T(fst_loop_narrow_bf16_by)(size_t n,
+                                                                     uint16_t *restrict to,
+                                                                     const REAL *restrict from,
+                                                                     const uint16_t *restrict noise)
+{
+    for (size_t i = 0; i < n; i++)
+        to[i] = fst_f32_to_bf16_by((float)from[i], noise[i]);
+}
+
+/* The same, into an operand. */
+static void FST_T(store_by)(const fst_operand *op, const REAL *strip, int64_t at, size_t n,
+                            const uint16_t *noise)
+{
+    char raw[STRIP * sizeof(uint16_t)] ALIGNED;
+    FST_T(fst_loop_narrow_bf16_by)(n, halves_of(op, raw, at, n, 0), strip, noise);
+    if (op->layout)
+        fst_strided_copy(op, raw, at, n, 1);
+}
+
 /* x = factor * x */
 __attribute__((noinline)) static void FST_T(fst_loop_scale)(size_t n, REAL *restrict x, REAL factor)
 {
@@ -29,10 +49,17 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
 /* How the loops below load and store elements: a kind's type, and its conversions. */
 #define TYPE_real REAL
 #define LOAD_real(x) (x)
-#define STORE_real(x) (x)
+#define STORE_real(x, noise) (x)
 #define TYPE_bf16 uint16_t
 #define LOAD_bf16(x) fst_bf16_to_f32(x)
-#define STORE_bf16(x) fst_f32_to_bf16(x)
+#define STORE_bf16(x, noise) fst_f32_to_bf16(x)
+/* bf16 that is rounded by noise, and what only that has. */
+#define TYPE_noisy uint16_t
+#define LOAD_noisy(x) fst_bf16_to_f32(x)
+#define STORE_noisy(x, noise) fst_f32_to_bf16_by(x, noise)
+#define NOISE_real(...)
+#define NOISE_bf16(...)
+#define NOISE_noisy(...) __VA_ARGS__
 /* The same of parameters, which may be in halves (portable.h), and what only those have. */
 #define LOAD_VALUE_real(p, rest) (p)
 #define STORE_VALUE_real(p, rest, x) (p) = (x)
@@ -53,6 +80,9 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
 #define STATE bf16
 #define FST_S(name) FST_T(name##_beside_bf16)
 #include "cpu/update_plain.h"
+#define STATE noisy
+#define FST_S(name) FST_T(name##_beside_noisy)
+#include "cpu/update_plain.h"
 #undef VALUE
 #define VALUE halves
 #define STATE real
@@ -68,6 +98,9 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
 #include "cpu/update_plain.h"
 #define STATE bf16
 #define FST_S(name) FST_T(name##_of_halves_beside_bf16)
+#include "cpu/update_plain.h"
+#define STATE noisy
+#define FST_S(name) FST_T(name##_of_halves_beside_noisy)
 #include "cpu/update_plain.h"
 #endif
 #undef VALUE
@@ -102,10 +135,15 @@ static int FST_T(update_in_place)(const fst_operand *op, int64_t begin, size_t c
     }
     SET(0, FST_T(SELF), FST_T(SELF), update_plain)
 #ifdef NARROW_OPERANDS
-    SET(0, FST_F32, FST_BF16, update_plain_beside_bf16)
     SET(1, FST_F32, FST_F32, update_plain_of_halves_by_fp32)
-    SET(1, FST_F32, FST_BF16, update_plain_of_halves_by_fp32_beside_bf16)
     SET(1, FST_BF16, FST_F32, update_plain_of_halves)
+    if (args->noisy) {
+        SET(0, FST_F32, FST_BF16, update_plain_beside_noisy)
+        SET(1, FST_BF16, FST_BF16, update_plain_of_halves_beside_noisy)
+        return 0;
+    }
+    SET(0, FST_F32, FST_BF16, update_plain_beside_bf16)
+    SET(1, FST_F32, FST_BF16, update_plain_of_halves_by_fp32_beside_bf16)
     SET(1, FST_BF16, FST_BF16, update_plain_of_halves_beside_bf16)
 #endif
 #undef SET
@@ -116,6 +154,8 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
                           const fst_update_args *args, double inv_scale, int write_grad)
 {
     REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
+    noise_room room;
+    const uint16_t *noise = NULL;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
     if (FST_T(update_in_place)(op, begin, count, args, inv_scale, (REAL)factor, write_grad))
@@ -139,8 +179,13 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
         }
         FST_T(rules)[args->rule].loop(n, p, g, s[0], s[1], s[2], &args->rule_args,
                                       (REAL)(write_grad ? 1.0 : inv_scale), (REAL)factor);
+        if (args->noisy)
+            noise = noise_for(room, args, states, at, n);
         for (unsigned k = 0; k < states; k++)
-            FST_T(store)(&op[FST_OP_STATE + k], s[k], at, n);
+            if (args->noisy && op[FST_OP_STATE + k].dtype == FST_BF16)
+                FST_T(store_by)(&op[FST_OP_STATE + k], s[k], at, n, noise + k * NOISE_ROOM);
+            else
+                FST_T(store)(&op[FST_OP_STATE + k], s[k], at, n);
         FST_T(store_value)(op, p, at, n);
     }
 }

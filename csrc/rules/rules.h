@@ -11,6 +11,7 @@
  * FST_DESCEND returns is the new p, and its x is 0 if g and the first state, as it is then, are. */
 #pragma once
 
+#include "base/noise.h"
 #include "base/portable.h"
 #include "rules/numbers.h"
 
@@ -103,11 +104,14 @@ typedef union {
 #undef RULE
 } fst_rule_args;
 
-/* The arguments of an update pass, for all spans that share a group and a step count. */
+/* The arguments of an update pass, for all spans that share a group and a step count; those with
+ * noise are for one span. */
 typedef struct {
     fst_rule_args rule_args;
     double clip_coefficient; /* 1 where nothing is clipped */
     double sign;             /* -1 to maximize, else 1 */
     fst_rule rule;
-    int wide; /* computed in double, for fp64 parameters */
+    int wide;  /* computed in double, for fp64 parameters */
+    int noisy; /* bf16 states are rounded by this noise, which is one parameter's */
+    fst_noise noise;
 } fst_update_args;

@@ -50,6 +50,7 @@ class Plan:
                 dict[int, Tensor] | None,
                 bool,
                 bool,
+                int | None,
             ]
         ],
         state: dict[Tensor, dict[str, Any]],

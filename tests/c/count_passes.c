@@ -183,6 +183,9 @@ static void count_updates(void)
         count(name, " fp32, small", run_update, update_of((fst_rule)r, FST_F32, SMALL, MANY));
     }
     count("update adam fp32 beside bf16", "", run_update, adam_beside(0, FST_BF16));
+    task *noisy = adam_beside(0, FST_BF16);
+    noisy->args.noisy = 1;
+    count("update adam fp32 beside bf16", " by noise", run_update, noisy);
     count("update adam in halves", " beside fp32", run_update, adam_beside(1, FST_F32));
     count("update adam in halves", " beside bf16", run_update, adam_beside(1, FST_BF16));
 }

@@ -16,6 +16,8 @@ typedef struct {
     double hyper[FST_MAX_HYPER], step;
     double inv_scale, clip, sign;
     int write_grad;
+    int noisy; /* bf16 states are rounded by this noise */
+    fst_noise noise;
 } update_case;
 
 /* To the precision of the update. */
@@ -69,6 +71,40 @@ static inline double value_of(const fst_operand *op, int64_t i, const update_cas
     return R(load_value(&rounded, op[FST_OP_PARAM].dtype)) == now ? master : now;
 }
 
+/* Philox4x32-10, as its paper has it. */
+static inline void expected_philox(const uint32_t counter[4], const uint32_t key[2],
+                                   uint32_t out[4])
+{
+    uint32_t c[4], k[2] = {key[0], key[1]};
+    memcpy(c, counter, sizeof c);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = UINT64_C(0xD2511F53) * c[0], b = UINT64_C(0xCD9E8D57) * c[2];
+        const uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k[0], (uint32_t)b,
+                                  (uint32_t)(a >> 32) ^ c[3] ^ k[1], (uint32_t)a};
+        memcpy(c, next, sizeof c);
+        k[0] += 0x9E3779B9u;
+        k[1] += 0xBB67AE85u;
+    }
+    memcpy(out, c, sizeof c);
+}
+
+/* Element i of state k, rounded to bf16 away from zero where its noise and the bits that do not fit
+ * add up to 2^16. */
+static inline void set_by_noise(const fst_operand *op, int64_t i, double value, unsigned k,
+                                const fst_noise *noise)
+{
+    const uint64_t eight = (uint64_t)i / 8;
+    const uint32_t counter[4] = {(uint32_t)eight, (uint32_t)(eight >> 32) + (k << 30), noise->step,
+                                 noise->param};
+    const uint32_t bits = fst_bits_of_f32((float)value);
+    uint32_t words[4];
+    expected_philox(counter, noise->seed, words);
+    const uint32_t random = words[i % 8 / 2] >> i % 2 * 16 & 0xFFFFu;
+    const uint32_t away = (bits & 0xFFFFu) + random >= 0x10000u;
+    const float rounded = fst_f32_of_bits(((bits >> 16) + away) << 16);
+    set(op, i, isnan(value) ? (double)NAN : (double)rounded);
+}
+
 /* What fst_cpu_kernels.update is meant to do, one element after another. */
 static inline void expected_update(const fst_operand *op, int64_t begin, int64_t count,
                                    const update_case *c)
@@ -85,7 +121,10 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
         g *= c->sign;
         p = expected_rule(c, p, g, s);
         for (unsigned k = 0; k < fst_rules[c->rule].states; k++)
-            set(&op[FST_OP_STATE + k], i, s[k]);
+            if (c->noisy && op[FST_OP_STATE + k].dtype == FST_BF16)
+                set_by_noise(&op[FST_OP_STATE + k], i, s[k], k, &c->noise);
+            else
+                set(&op[FST_OP_STATE + k], i, s[k]);
         if (fst_is_remainder(&op[FST_OP_MASTER])) {
             set_halves(op, i, (float)p);
             continue;
@@ -102,6 +141,8 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
 static inline fst_update_args args_of(const update_case *c)
 {
     fst_update_args args = {.clip_coefficient = c->clip, .sign = c->sign};
+    args.noisy = c->noisy;
+    args.noise = c->noise;
     args.rule = c->rule;
     args.wide = c->wide;
     fst_rule_fill_args(&args, c->hyper, c->step);

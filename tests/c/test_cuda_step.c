@@ -69,6 +69,8 @@ static kind random_kind(fst_dtype dtype, fst_dtype grad_dtype, placement how)
         k.master = FST_I16;
     if (half && random_below(2))
         k.state_dtype = FST_F32;
+    if (random_below(4) == 0)
+        k.state_dtype = FST_BF16;
     return k;
 }
 

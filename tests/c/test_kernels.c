@@ -177,6 +177,31 @@ static void in_halves(fst_rule rule)
                 }
 }
 
+/* bf16 states that are rounded by noise, beside parameters and gradients of each type; from any
+ * element on, in any layout. */
+static void with_noise(fst_rule rule)
+{
+    for (int p = 0; p < FST_DTYPE_COUNT; p++)
+        for (int how = FLAT; how < EXPANDED; how++)
+            for (unsigned bits = 0; bits < 16; bits++) {
+                const int64_t begin = bits & 1 ? (int64_t)random_below(40) : 0;
+                update_case c = usual(rule);
+                shape what = all_of(rule, (fst_dtype)p, FLAT, begin, 1 + random_below(700));
+                what.dtype[FST_OP_GRAD] = bits & 2 ? p : FST_F32;
+                what.dtype[FST_OP_MASTER] = p == FST_BF16 && bits & 4 ? FST_I16 : ABSENT;
+                for (unsigned k = 0; k < fst_rules[rule].states; k++) {
+                    what.dtype[FST_OP_STATE + k] = bits & 8 && k ? FST_F32 : FST_BF16;
+                    what.how[FST_OP_STATE + k] = (arrangement)how;
+                }
+                c.wide = p == FST_F64;
+                c.noisy = 1;
+                c.noise = (fst_noise){{(uint32_t)random_bits(), (uint32_t)random_bits()},
+                                      (uint32_t)random_below(9),
+                                      (uint32_t)random_below(9)};
+                compare(&what, &c);
+            }
+}
+
 /* Every operand in an order of its own, and a gradient that is one row seen again and again. */
 static void all_layouts_and_sizes(fst_rule rule, fst_dtype dtype)
 {
@@ -308,6 +333,7 @@ int main(void)
     for (int rule = 0; rule < FST_RULE_COUNT; rule++) {
         all_types((fst_rule)rule);
         in_halves((fst_rule)rule);
+        with_noise((fst_rule)rule);
         for (int dtype = 0; dtype < FST_DTYPE_COUNT && rule < RULES_IN_ALL_LAYOUTS; dtype++) {
             all_layouts_and_sizes((fst_rule)rule, (fst_dtype)dtype);
             all_settings((fst_rule)rule, (fst_dtype)dtype);

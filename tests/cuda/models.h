@@ -74,7 +74,7 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     for (int i = 0; i < FST_OP_COUNT; i++)
         p->array[i] = -1;
     p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad ||
-                fst_numbers_count((int32_t)rule) || random_below(4) == 0;
+                fst_numbers_count((int32_t)rule) || random_below(4) == 0 || m->groups[group].noisy;
     p->is_double = (int)random_below(2);
     p->negated = (int)random_below(2);
     p->value = 1.0 + (double)random_below(2);
@@ -119,6 +119,8 @@ static inline model *new_model(fst_rule rule)
         g->maximize = (int)random_below(2);
         g->lr_on_device = (int)random_below(2);
         g->lr_is_double = (int)random_below(2);
+        g->noisy = random_below(3) == 0;
+        g->seed = random_bits();
         if (random_below(3) == 0) /* no weight decay */
             g->hyper[rule == FST_RULE_adam || rule == FST_RULE_amsgrad ? 4 : 3] = 0.0;
     }

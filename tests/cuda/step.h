@@ -24,6 +24,8 @@ typedef struct {
     double hyper[FST_MAX_HYPER];
     int maximize;
     int lr_on_device, lr_is_double;
+    int noisy; /* bf16 states are rounded by noise of this seed */
+    uint64_t seed;
 } model_group;
 
 /* Plain data but for `arrays`. */
@@ -120,6 +122,12 @@ static inline void cpu_move_numbers(model *m, int index, double step, double *hy
         store_value(&at[k], p->number_dtype[k], flipped(next.value[k], p->negated));
 }
 
+static inline fst_noise noise_of(const model_group *g, int index, double step)
+{
+    return (fst_noise){
+        {(uint32_t)g->seed, (uint32_t)(g->seed >> 32)}, fst_noise_step(step), (uint32_t)index};
+}
+
 /* As advance() in csrc/py/step/host_step.c. */
 static inline void cpu_fill_args(model *m, fst_update_args *args, double coefficient)
 {
@@ -139,7 +147,9 @@ static inline void cpu_fill_args(model *m, fst_update_args *args, double coeffic
             *a = (fst_update_args){.clip_coefficient = coefficient,
                                    .sign = g->maximize ? -1.0 : 1.0,
                                    .rule = g->rule,
-                                   .wide = p->wide};
+                                   .wide = p->wide,
+                                   .noisy = g->noisy,
+                                   .noise = noise_of(g, i, step)};
             fst_rule_fill_args(a, hyper, step);
         }
         if (p->counts)
@@ -193,7 +203,9 @@ static inline void device_add_spans(device *d, model *m, const options *o, doubl
                                              .group = p->group,
                                              .rule = (int32_t)m->groups[p->group].rule,
                                              .maximize = m->groups[p->group].maximize,
-                                             .wide = p->wide};
+                                             .wide = p->wide,
+                                             .noisy = m->groups[p->group].noisy,
+                                             .noise = noise_of(&m->groups[p->group], i, 0.0)};
             if (p->counts)
                 d->spans[at].step = scalar_held(&m->steps[i], p->is_double, p->negated);
             for (unsigned k = 0; k < fst_numbers_count((int32_t)m->groups[p->group].rule); k++)

@@ -72,6 +72,17 @@ def test_masters(declaration: Declaration, dtype: torch.dtype, kind: str) -> Non
     pair.assert_same(*optimizers, grads=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("declaration", [ADAMW, NADAM, ASGD], ids=lambda d: d.name)
+def test_stochastic_rounding(declaration: Declaration, dtype: torch.dtype) -> None:
+    pair = Twins([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
+    noisy = {"state_dtype": "bf16", "rounding": "stochastic"}
+    optimizers = pair.optimizers(declaration.ours, **declaration.kwargs, **noisy)
+    for seed in (0, 10, 20):
+        step_both(pair, optimizers, seed)
+        pair.assert_same(*optimizers)
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("declaration", [ADAMW, NADAM, ASGD], ids=lambda d: d.name)

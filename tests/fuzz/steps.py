@@ -59,7 +59,8 @@ class Stepping:
         self.keys = (*steps, *NUMBERS.get(self.rule, ()), *own, *master)
         hyper = tuple(HYPER.get(name, 0.0) for name in names)
         masters = (has_master, world.chance(0.5))  # the second: as remainders
-        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None, *masters)
+        kinds = (*masters, rng.choice((None, None, 0, 2**64 - 1)) if self.has_step else None)
+        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None, *kinds)
         self.lists = world.contain([params_for(world) for _ in range(rng.choice((1, 1, 2, 3)))])
         self.specs = world.contain([self.spec for _ in self.lists])
         self.state = world.contain({})

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import faststep
+from faststep.optim.checks import OPTIONS
 from faststep.run.optimizers import CLASSES
 from programs import Programs
 
@@ -195,7 +196,7 @@ def test_a_script_sees_torchs_optimizer(run: Run, programs: Programs, name: str)
     assert ours.stdout.splitlines() == plain.stdout.splitlines()
 
 
-@pytest.mark.parametrize("option", ["max_grad_norm", "keep_grads", "master_weights", "state_dtype"])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_a_group_key_of_ours_is_named_as_ours(option: str) -> None:
     params = [{"params": [torch.ones(2, requires_grad=True)], option: 1.0}]
     with pytest.raises(ValueError, match=f"^{option} is an option of faststep's optimizers"):

@@ -111,3 +111,13 @@ def test_without_its_model(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match=r"'lost'.*model that is gone; nothing was updated"):
         optimizer.step()
     assert torch.equal(param, torch.ones(3))
+
+
+@on_ranks(2)
+def test_stochastic_rounding_is_refused(rank: int, world: int) -> None:
+    model = wrapped(True, "FULL_SHARD", world)
+    noisy: dict[str, Any] = {"state_dtype": "bf16", "rounding": "stochastic"}
+    optimizer = faststep.optim.AdamW(model.parameters(), **noisy)
+    backward(model, rank, 0)
+    with pytest.raises(RuntimeError, match=r"is for whole parameters, .* nothing was updated"):
+        optimizer.step()

@@ -145,6 +145,19 @@ def test_remainders(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
+def test_stochastic_rounding_is_refused(rank: int, world: int) -> None:
+    model = fully_sharded()
+    before = [whole(param) for param in model.parameters()]
+    noisy: dict[str, Any] = {"state_dtype": "bf16", "rounding": "stochastic"}
+    optimizer = faststep.optim.AdamW(model.parameters(), **noisy)
+    backward(model, rank, 0)
+    text = 'parameter 0 .* is a DTensor, and rounding="stochastic" is for whole parameters; nothing'
+    with pytest.raises(TypeError, match=text):
+        optimizer.step()
+    assert all(map(torch.equal, before, map(whole, model.parameters())))
+
+
+@on_ranks(2)
 def test_saved_to_files(rank: int, world: int) -> None:
     """By torch.distributed.checkpoint's save and load."""
     paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]

@@ -124,6 +124,11 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     fst_view views[2];
     fst_problem problem;
     PyObject *local = object, *grad = whole_grad;
+    if (self->groups[at->group].noisy && fst_tensor_is_dtensor(&at->module->tensors, object)) {
+        fst_problem_set(&problem, "type",
+                        "is a DTensor, and rounding=\"stochastic\" is for whole parameters");
+        return fst_bind_problem(at, "parameter", &problem);
+    }
     if (fst_bind_local(at, param, FST_IS_PARAM, &local) ||
         fst_bind_local(at, param, FST_IS_GRAD, &grad))
         return -1;
@@ -145,6 +150,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     fst_counter *counter = &part->counters[part->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->index = (uint32_t)at->index;
+    counter->param = (uint32_t)at->param_count;
     counter->wide = view.dtype == FST_F64;
     if (add_span(at, param, counter, &ops) ||
         fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||

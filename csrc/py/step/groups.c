@@ -64,18 +64,40 @@ static int keep_instead(fst_step_plan *self, PyObject **kept, PyObject *object)
     return before && !fst_bind_hold(self, before) ? -1 : 0;
 }
 
+/* Lets a group round states to the nearest, for None, or by the noise of a seed. Returns 0, or -1
+ * with a Python error. */
+static int set_noise(fst_step_plan *self, fst_group *group, PyObject *noise, int has_step)
+{
+    const int noisy = noise != Py_None;
+    if (noisy && !has_step) {
+        PyErr_SetString(PyExc_ValueError, "noise needs a step counter");
+        return -1;
+    }
+    const uint64_t seed = noisy ? PyLong_AsUnsignedLongLong(noise) : 0;
+    if (seed == UINT64_MAX && PyErr_Occurred())
+        return -1;
+    if (noisy != group->noisy || seed != group->seed)
+        self->traced = 0;
+    group->noisy = noisy;
+    group->seed = seed;
+    return 0;
+}
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
- * has masters, which are remainders) into a group that has what was read last. */
+ * has masters, which are remainders, seed of the noise or None) into a group that has what was read
+ * last. */
 static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
+    PyObject *noise = Py_None;
     int rule, has_step, maximize, has_master = 0, has_remainder = 0;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!pO|pp", &rule, &PyTuple_Type, &keys, &has_step,
-                          &PyTuple_Type, &hyper, &maximize, &lr, &has_master, &has_remainder))
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO|ppO", &rule, &PyTuple_Type, &keys, &has_step,
+                          &PyTuple_Type, &hyper, &maximize, &lr, &has_master, &has_remainder,
+                          &noise))
         return -1;
     if (rule < 0 || rule > FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
@@ -105,6 +127,8 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
     }
+    if (set_noise(self, group, noise, has_step))
+        return -1;
     if (lr != group->lr && keep_instead(self, &group->lr, lr))
         return -1;
     if (keys == group->keys && rule == (int)group->rule && has_step == group->has_step &&

@@ -14,13 +14,13 @@ typedef struct {
 } step_work;
 
 /* Gives a span the rule's arguments for a group, a step count, numbers (NULL: the rule has none)
- * and a precision: the same among the last 64, or new ones. Returns 0, or -1 with a Python error.
- */
+ * and a precision: the same among the last 64, or new ones, as always for noise. Returns 0, or -1
+ * with a Python error. */
 static int give_args(fst_step_part *part, const fst_group *group, const fst_counter *c, double step,
                      const fst_numbers *held, double coefficient)
 {
     uint32_t *index = &part->plan.spans[c->span].args;
-    for (size_t back = 1; back <= part->arg_count && back <= 64; back++) {
+    for (size_t back = 1; !group->noisy && back <= part->arg_count && back <= 64; back++) {
         const size_t i = part->arg_count - back;
         const fst_args_key *key = &part->arg_keys[i];
         if (key->group == c->group && key->step == step && part->args[i].wide == c->wide &&
@@ -38,6 +38,9 @@ static int give_args(fst_step_part *part, const fst_group *group, const fst_coun
     args->wide = c->wide;
     args->clip_coefficient = coefficient;
     args->sign = group->maximize ? -1.0 : 1.0;
+    args->noisy = group->noisy;
+    args->noise = (fst_noise){
+        {(uint32_t)group->seed, (uint32_t)(group->seed >> 32)}, fst_noise_step(step), c->param};
     fst_args_key *key = &part->arg_keys[part->arg_count];
     *key = (fst_args_key){.step = step, .group = c->group};
     double hyper[FST_MAX_HYPER];

@@ -18,7 +18,9 @@ typedef struct {
     Py_ssize_t size; /* parameters, when they were bound */
     unsigned key_count, number_count;
     int has_step, maximize;
-    int has_master;    /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
+    int has_master; /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
+    int noisy;      /* bf16 states are rounded by the noise of this seed */
+    uint64_t seed;
     int has_remainder; /* these masters are remainders, of bf16 parameters; there are no fp16 ones
                         */
     double hyper[FST_MAX_HYPER];
@@ -33,6 +35,7 @@ typedef struct {
     int64_t span;  /* -1: the parameter has no elements */
     uint32_t group;
     uint32_t index; /* in its group */
+    uint32_t param; /* in all groups */
     int wide;       /* computed in double: an fp64 parameter, or one with an fp64 state */
 } fst_counter;
 

@@ -25,12 +25,12 @@ from .checks import refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
 from .load_states import loading_states
 from .masters import (
+    check_new_group,
     complete_states,
     give_masters,
+    kinds_of,
     own_dtype,
     refuse_by_torch,
-    refuse_fp16,
-    warn_of_decay,
     with_master,
 )
 from .plan_step import PlanStep
@@ -69,12 +69,15 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "master_weights", and fp32 states of each bfloat16 and float16 parameter. The step
             updates the master, and the parameter is the master rounded to the nearest. Where a
             script has written the parameter the step begins with it. With "remainder16" the state
-            is int16: the other half of the master of a bfloat16 parameter, which is rounded to the
-            nearest, a tie away from zero. ValueError for a float16 parameter then. Default: False;
-            True is "fp32".
+            is int16, the other half of a bfloat16 parameter's master; ValueError for a float16
+            parameter. Default: False; True is "fp32".
         state_dtype ("fp32", "bf16" or None): the type of all states of a parameter's shape but
-            masters. The step computes as ever, and rounds them to the nearest when it stores
-            them. Default: None, the parameter's type, and fp32 beside masters.
+            masters. The step computes as ever, and rounds them when it stores them. Default: None,
+            the parameter's type, and fp32 beside masters.
+        rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
+            either neighbour, so that the mean is right. Default: "nearest".
+        rounding_seed (int): of the random bits, which differ by parameter, element and step too.
+            Default: 0.
     """
 
     _formula: ClassVar[Formula]
@@ -123,11 +126,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if type(group["lr"]) is not float:
             lr, lr_on_device = self._lr_of(group["lr"])
             group = {**group, "lr": lr}
-        maximize, has_master = bool(group["maximize"]), self._keeps_masters
-        keys = with_master(keys) if has_master else keys
-        hyper = _C.hyper(group, places)
-        remainder = self._has_remainders
-        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, has_master, remainder)
+        keys = with_master(keys) if self._keeps_masters else keys
+        hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
+        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *kinds_of(self))
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
@@ -186,8 +187,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
-        refuse_fp16(self)
-        warn_of_decay(self, self.param_groups[-1])
+        check_new_group(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step.
@@ -390,6 +390,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "_is_asked_to_unscale": self._is_asked_to_unscale,
             "_keeps_masters": self._keeps_masters,
             "_has_remainders": self._has_remainders,
+            "_noise_seed": self._noise_seed,
             "_state_dtype": self._state_dtype,
         }
 

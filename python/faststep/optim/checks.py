@@ -12,7 +12,10 @@ from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 
 # Of the optimizers beside torch's arguments, for all groups together.
-OPTIONS = ("max_grad_norm", "keep_grads", "master_weights", "state_dtype")
+OPTIONS = (
+    *("max_grad_norm", "keep_grads"),
+    *("master_weights", "state_dtype", "rounding", "rounding_seed"),
+)
 
 _CLIP_BEFORE = (
     "as the norm of a part would be wrong, call faststep.clip_grad_norm_(model.parameters(), "
@@ -21,6 +24,8 @@ _CLIP_BEFORE = (
 _INSTEAD = {
     "master_weights": "use faststep.zero.shard() for parts with masters",
     "state_dtype": "use faststep.zero.shard() for parts with such states",
+    "rounding": "do without stochastic rounding",
+    "rounding_seed": "do without stochastic rounding",
 }
 
 

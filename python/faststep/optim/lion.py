@@ -42,6 +42,8 @@ class Lion(FusedOptimizer):
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32", "remainder16"] = False,
         state_dtype: Literal["fp32", "bf16"] | None = None,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        rounding_seed: int = 0,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -60,6 +62,8 @@ class Lion(FusedOptimizer):
             keep_grads=keep_grads,
             master_weights=master_weights,
             state_dtype=state_dtype,
+            rounding=rounding,
+            rounding_seed=rounding_seed,
         )
 
     def _update_by_torch(self) -> None:

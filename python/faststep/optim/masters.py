@@ -71,6 +71,51 @@ def state_dtype_of(name: object) -> torch.dtype | None:
     raise ValueError(f'state_dtype must be None, "fp32" or "bf16", not {name!r}')
 
 
+def seed_of(rounding: object, seed: object, dtype: torch.dtype | None) -> int | None:
+    """The seed of the noise that rounds states of this type; None if they go to the nearest.
+
+    Raises:
+        ValueError: the options ask for another way to round, noise without bf16 states, or a seed
+            out of range.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f'rounding must be "nearest" or "stochastic", not {rounding!r}')
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ValueError(f"rounding_seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
+    if rounding == "nearest":
+        return None
+    if dtype is not torch.bfloat16:
+        raise ValueError('rounding="stochastic" is for states in bf16: pass state_dtype="bf16" too')
+    return seed
+
+
+def kinds_of(optimizer: Steppable) -> tuple[bool, bool, int | None]:
+    """The end of a rule: how an optimizer keeps masters and rounds states.
+
+    Raises:
+        RuntimeError: this rank has parts of parameters, of which noise does not know the places.
+    """
+    seed = optimizer._noise_seed
+    if seed is not None and optimizer._is_divided_by_fsdp1():
+        raise RuntimeError(
+            f'{type(optimizer).__name__}: rounding="stochastic" is for whole parameters, and this '
+            "rank has parts of them (FullyShardedDataParallel); nothing was updated"
+        )
+    return optimizer._keeps_masters, optimizer._has_remainders, seed
+
+
+def check_new_group(optimizer: Steppable) -> None:
+    """Raise ValueError for the group that came last, or warn of it, because of its states."""
+    group, kind = optimizer.param_groups[-1], type(optimizer).__name__
+    refuse_fp16(optimizer)
+    if optimizer._noise_seed is not None and not optimizer._formula_of(group).has_step:
+        raise ValueError(
+            f'{kind}: rounding="stochastic" needs a count of the steps, and {kind} keeps none'
+        )
+    if optimizer._noise_seed is None:
+        warn_of_decay(optimizer, group)
+
+
 def warn_of_decay(optimizer: Steppable, group: dict[str, Any]) -> None:
     """Warn of bf16 states with a decay that rounding to the nearest undoes."""
     betas = group.get("betas", ())
@@ -79,8 +124,8 @@ def warn_of_decay(optimizer: Steppable, group: dict[str, Any]) -> None:
         warnings.warn(
             f'{kind}: with betas[1] = {last} and state_dtype="bf16" the second state shrinks by '
             "less per step than half the distance of two bfloat16 numbers, and so not at all: "
-            "betas[1] of at most 0.996 avoids it",
-            stacklevel=4,
+            'betas[1] of at most 0.996 avoids it, or rounding="stochastic"',
+            stacklevel=5,
         )
 
 
@@ -208,10 +253,10 @@ def _joined(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _remainder(master: Tensor, param: Tensor) -> Tensor:
-    """The remainder of a master.
+    """The remainder of a master beside its parameter.
 
-    Beside a parameter that fp32 masters have rounded down, as a tie to even, it is 2^-16 of their
-    distance less than half of that: half would be a tie that is rounded up.
+    fp32 masters round a tie to even. Where that was down, the remainder of the tie would be one of
+    the number below: the largest remainder is taken, one fp32 number less than the tie.
     """
     if is_dtensor(master):
         return like_dtensor(master, _remainder(local_of(master), part_of(param)))

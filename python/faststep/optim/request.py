@@ -100,6 +100,7 @@ class Rule(NamedTuple):
     lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
     has_master: bool = False  # `state_keys` end with that of the masters; see masters.py
     has_remainder: bool = False  # they are remainders
+    noise_seed: int | None = None  # by this noise bf16 states are rounded
 
 
 class Formula(NamedTuple):
@@ -127,12 +128,15 @@ class Steppable(Protocol):
     defaults: dict[str, Any]
     _keeps_masters: bool
     _has_remainders: bool
+    _noise_seed: int | None
     _state_dtype: torch.dtype | None
     _numbers: ClassVar[tuple[str, ...]]
 
     @property
     def _zeros(self) -> Zeros: ...
     def _rules(self) -> list[Rule]: ...
+    def _formula_of(self, group: dict[str, Any]) -> Formula: ...
+    def _is_divided_by_fsdp1(self) -> bool: ...
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None: ...
     def _drop_new_state(self, param: Tensor) -> None: ...
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None: ...

@@ -10,12 +10,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
-from .masters import has_remainders, keeps_masters, state_dtype_of
+from .masters import has_remainders, keeps_masters, seed_of, state_dtype_of
 from .wrapped import PassesOn
 
 
 class Arguments(TypedDict, total=False):
-    """Those after `params`: torch's and four of faststep, with their lines in docstrings.
+    """Those after `params`: torch's and six of faststep, with their lines in docstrings.
 
     A type checker reads here how all of them are called and typed. It does not know which class
     takes which, what follows `params` by position, and the defaults.
@@ -71,6 +71,11 @@ class Arguments(TypedDict, total=False):
         "rounded to the nearest. None is torch's, that of the parameter, and float32 beside "
         "masters.",
     ]
+    rounding: Annotated[
+        Literal["nearest", "stochastic"],
+        '("nearest" or "stochastic"): how states in bf16 are rounded.',
+    ]
+    rounding_seed: Annotated[int, "(int): of stochastic rounding."]
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
@@ -83,6 +88,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _skipped: bool | Tensor = False
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
     _has_remainders: bool = False  # which are remainders
+    _noise_seed: int | None = None  # of stochastic rounding
     _state_dtype: torch.dtype | None = None  # None: as torch, and fp32 beside masters
 
     def __init__(self, params: ParamsT, *args: Any, **arguments: Unpack[Arguments]) -> None:
@@ -96,6 +102,8 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32", "remainder16"] = False,
         state_dtype: Literal["fp32", "bf16"] | None = None,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        rounding_seed: int = 0,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
         self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
@@ -103,6 +111,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         self._keeps_masters = keeps_masters(master_weights)
         self._has_remainders = has_remainders(master_weights)
         self._state_dtype = state_dtype_of(state_dtype)
+        self._noise_seed = seed_of(rounding, rounding_seed, self._state_dtype)
 
     @property
     def _devices(self) -> tuple[int, ...]:

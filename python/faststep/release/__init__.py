@@ -65,7 +65,7 @@ def release_gradients(
             parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
             as `fully_shard` has them (DTensor).
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA; or accelerate's own accumulation is on.
+            parameter is on CUDA; or accelerate's own accumulation or stochastic rounding is on.
         RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
             already; another released optimizer has one of the parameters; a hook runs before the
             step, or a script has replaced the step. During training: the last two; a second
@@ -112,6 +112,11 @@ def _checked(optimizer: Optimizer) -> FusedOptimizer:
         raise TypeError(
             f"release_gradients() would pass by {type(inside).__name__}.step(), which finds no "
             "gradients: it takes optimizers with the step of faststep.optim"
+        )
+    if inside._noise_seed is not None:
+        raise ValueError(
+            "release_gradients() rounds states to the nearest: leave "
+            'rounding="stochastic" away, for which it would have to know the order of parameters'
         )
     return inside
 

@@ -96,7 +96,7 @@ def shard(
             or is no dense tensor of a floating dtype in CPU memory or on the current CUDA device
             with NCCL.
         ValueError: an argument out of range, a parameter that is not the model's, or an optimizer
-            with `master_weights="remainder16"`.
+            with `master_weights="remainder16"` or `rounding="stochastic"`.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
             gradient or hooks.
@@ -115,6 +115,8 @@ def shard(
         )
     if has_remainders(master_weights) or getattr(optimizer, "_has_remainders", False):
         raise ValueError('shard() keeps no remainders: use master_weights="fp32" in the optimizer')
+    if getattr(optimizer, "_noise_seed", None) is not None:
+        raise ValueError('shard() rounds states to the nearest: leave rounding="stochastic" away')
     if master_weights is None:
         master_weights = getattr(optimizer, "_keeps_masters", False)
     if stage != 3 and blocks is not None:
