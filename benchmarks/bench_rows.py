@@ -37,8 +37,11 @@ def all_works(largest: int) -> list[Work]:
         }
         largest = min(largest, 10_000)
     works = [Work(family, name, shapes[name]) for name in shapes for family in ("chain", "adamw")]
-    narrow = "adamw bf16 states"
-    works += [Work(narrow, name, shapes[name]) for name in (MANY_SMALL, "16 x 1M", "GPT-2 small")]
+    works += [
+        Work(narrow, name, shapes[name])
+        for narrow in ("adamw bf16 states", "adamw int8 states")
+        for name in (MANY_SMALL, "16 x 1M", "GPT-2 small")
+    ]
     works.append(Work("adamw remainders", "16 x 1M", shapes["16 x 1M"]))
     works += [Work(family, name, shapes[name]) for family in ("sgd", "lion") for name in shapes]
     works += [

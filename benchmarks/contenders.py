@@ -161,12 +161,15 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
             Contender("optimi AdamW", partial(_optimi, "AdamW")),
             Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
         ),
-        "adamw bf16 states": (
-            Contender(OURS, _torch_step(faststep.optim.AdamW, state_dtype="bf16")),
-            Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
-            Contender("faststep, fp32", _torch_step(faststep.optim.AdamW)),
-            Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
-        ),
+        **{
+            f"adamw {dtype} states": (
+                Contender(OURS, _torch_step(faststep.optim.AdamW, state_dtype=dtype)),
+                Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
+                Contender("faststep, fp32", _torch_step(faststep.optim.AdamW)),
+                Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
+            )
+            for dtype in ("bf16", "int8")
+        },
         "adamw remainders": (
             Contender(OURS, partial(_in_halves, "bf16")),
             Contender("faststep, fp32 states", partial(_in_halves, "fp32")),

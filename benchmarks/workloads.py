@@ -100,6 +100,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "adamw bf16 states": Family("plain AdamW step, fp32 with bf16 states", 20),
         # bf16: parameter, remainder and states read and written, the gradient read
         "adamw remainders": Family("plain AdamW step, bf16 with remainders and bf16 states", 18),
+        # int8 states, of a byte
+        "adamw int8 states": Family("plain AdamW step, fp32 with int8 states", 16),
         "sgd": Family("plain SGD step with momentum", 20, states=1),
         "lion": Family("plain Lion step", 20, states=1),
         # Pass one reads g; pass two reads and writes it.

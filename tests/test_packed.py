@@ -37,7 +37,7 @@ JUMP_TARGET = re.compile(r"^([0-9a-f]+) <")
 SCALAR = re.compile(r"v?(add|sub|mul|div|sqrt|min|max)s[sd]$|v?(cvt)(?:ss2sd|sd2ss|si2ss[lq]?)$")
 PACKED = re.compile(r"v?(add|sub|mul|div|sqrt|min|max)p[sd]$|v?(cvt)(?:ps2pd|pd2ps|dq2ps)[xyz]?$")
 PACKED_BITS = re.compile(
-    r"v?(?:p?(?:andn?|x?or|blendv?|cmp)|p(?:s[lr]l|sra|add|sub|unpck|mov[sz]x))[a-z]*"
+    r"v?(?:p?(?:andn?|x?or|blendv?|cmp)|p(?:s[lr]l|sra|add|sub|max|unpck|mov[sz]x))[a-z]*"
 )
 STORE = re.compile(r"v?mov(?:[au]p[sd]|dq[au]\d*|[dq])$|vpmov[qd][dwb]$|vextract\w+$")
 CHOICES = {"min", "max"}  # also written as a comparison and a blend

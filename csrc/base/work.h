@@ -45,6 +45,8 @@ typedef struct {
     void *data;
     const fst_layout *layout; /* NULL: the elements lie one after another, as they are */
     fst_dtype dtype;
+    uint32_t row;     /* of a state in codes, which has no layout: see rules/codes.h */
+    uint16_t *scales; /* NULL: the operand is not in codes */
 } fst_operand;
 
 /* Whether an operand is the remainder of a bf16 parameter. */

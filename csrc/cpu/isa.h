@@ -4,6 +4,7 @@
 
 #include "base/image_sample.h"
 #include "base/widen.h"
+#include "base/work.h"
 #include "cpu/factored.h"
 #include "cpu/loss_rows.h"
 
@@ -20,3 +21,11 @@ void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
 extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
 void FST_OF_ISA(fst_loss_rows)(const fst_loss_batch *batch, int64_t begin, int64_t end);
 extern const fst_factored_loops FST_OF_ISA(fst_factored_loops)[2];
+
+/* Elements of the longest strip of states in codes. */
+enum { FST_CODES_STRIP = 1024 };
+
+/* Converts the blocks of elements [at, at + n) of a state in codes to floats, or with `into` back.
+ * Both ends are ends of blocks. */
+void FST_OF_ISA(fst_convert_codes)(const fst_operand *op, float *strip, int64_t at, size_t n,
+                                   int into);

@@ -60,6 +60,8 @@ static const uint16_t *noise_for(uint16_t *room, const fst_update_args *args, un
     return room + at % 8;
 }
 
+#include "cpu/codes.h"
+
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32

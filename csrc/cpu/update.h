@@ -39,6 +39,17 @@ static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
         __builtin_prefetch(from + line);
 }
 
+/* The same before a long strip of `n` elements, or one of codes. */
+static void FST_T(prefetch_strip)(const fst_operand *op, int64_t at, size_t n, size_t left)
+{
+    const char *codes = (const char *)op->data + at + PREFETCH;
+    if (op->scales && left >= PREFETCH + n)
+        for (size_t line = 0; line < n; line += 64)
+            __builtin_prefetch(codes + line);
+    for (size_t done = 0; !op->scales && done < n; done += STRIP)
+        FST_T(prefetch)(op, at + (int64_t)done, left - done);
+}
+
 /* Unscales and clips gradients that are written back. */
 static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, double inv_scale)
 {
@@ -150,42 +161,74 @@ static int FST_T(update_in_place)(const fst_operand *op, int64_t begin, size_t c
     return 0;
 }
 
+/* As load and store, of a state in codes. */
+static REAL *FST_T(load_codes)(const fst_operand *op, REAL *scratch, int64_t at, size_t n)
+{
+    float narrow[FST_CODES_STRIP] ALIGNED;
+    const int is_narrow = sizeof(REAL) == sizeof narrow[0];
+    FST_OF_ISA(fst_convert_codes)(op, is_narrow ? (float *)(void *)scratch : narrow, at, n, 0);
+    if (!is_narrow)
+        FST_T(fst_loop_widen_other)(n, scratch, (const OTHER *)(const void *)narrow);
+    return scratch;
+}
+
+static void FST_T(store_codes)(const fst_operand *op, REAL *strip, int64_t at, size_t n)
+{
+    float narrow[FST_CODES_STRIP] ALIGNED;
+    const int is_narrow = sizeof(REAL) == sizeof narrow[0];
+    if (!is_narrow)
+        FST_T(fst_loop_narrow_other)(n, (OTHER *)(void *)narrow, strip);
+    FST_OF_ISA(fst_convert_codes)(op, is_narrow ? (float *)(void *)strip : narrow, at, n, 1);
+}
+
 static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
                           const fst_update_args *args, double inv_scale, int write_grad)
 {
-    REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
+    REAL scratch[FST_OP_STATE][STRIP] ALIGNED, of_states[FST_MAX_STATES][FST_CODES_STRIP] ALIGNED;
     noise_room room;
     const uint16_t *noise = NULL;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
     if (FST_T(update_in_place)(op, begin, count, args, inv_scale, (REAL)factor, write_grad))
         return;
-    for (size_t done = 0; done < count; done += STRIP) {
+    const fst_operand *codes = state_in_codes(op, states);
+    const int is_long = sizeof(REAL) == sizeof(float) && codes && are_in_codes(op, states) &&
+                        !op[FST_OP_MASTER].data && FST_T(in_place)(&op[FST_OP_PARAM]) &&
+                        FST_T(in_place)(&op[FST_OP_GRAD]);
+    for (size_t done = 0, n; done < count; done += n) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < STRIP ? count - done : STRIP;
+        n = count - done < STRIP ? count - done : STRIP;
+        if (codes)
+            n = whole_blocks(codes, at, is_long ? FST_CODES_STRIP : STRIP, count - done);
+        const size_t few = n < STRIP ? n : STRIP; /* n, where a loop's length is to be known */
         REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
-        FST_T(prefetch)(&op[FST_OP_PARAM], at, reach(count, done));
-        FST_T(prefetch)(&op[FST_OP_MASTER], at, reach(count, done));
-        FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));
+        for (unsigned k = 0; k < FST_OP_STATE + states; k++)
+            if (codes)
+                FST_T(prefetch_strip)(&op[k], at, n, reach(count, done));
+            else
+                FST_T(prefetch)(&op[k], at, reach(count, done));
         for (unsigned k = 0; k < states; k++) {
-            FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
-            s[k] = FST_T(load)(&op[FST_OP_STATE + k], scratch[FST_OP_STATE + k], at, n);
+            const fst_operand *state = &op[FST_OP_STATE + k];
+            s[k] = state->scales ? FST_T(load_codes)(state, of_states[k], at, is_long ? n : few)
+                                 : FST_T(load)(state, of_states[k], at, few);
         }
-        REAL *p = FST_T(load_value)(op, scratch[FST_OP_PARAM], at, n);
-        REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, n);
+        REAL *p = FST_T(load_value)(op, scratch[FST_OP_PARAM], at, few);
+        REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, few);
         if (write_grad) {
             FST_T(scale_grads)(n, g, args, inv_scale);
-            FST_T(store)(&op[FST_OP_GRAD], g, at, n);
+            FST_T(store)(&op[FST_OP_GRAD], g, at, few);
         }
         FST_T(rules)[args->rule].loop(n, p, g, s[0], s[1], s[2], &args->rule_args,
                                       (REAL)(write_grad ? 1.0 : inv_scale), (REAL)factor);
-        if (args->noisy)
-            noise = noise_for(room, args, states, at, n);
+        if (args->noisy && !is_long)
+            noise = noise_for(room, args, states, at, few);
         for (unsigned k = 0; k < states; k++)
-            if (args->noisy && op[FST_OP_STATE + k].dtype == FST_BF16)
-                FST_T(store_by)(&op[FST_OP_STATE + k], s[k], at, n, noise + k * NOISE_ROOM);
+            if (op[FST_OP_STATE + k].scales)
+                FST_T(store_codes)(&op[FST_OP_STATE + k], s[k], at, is_long ? n : few);
+            else if (args->noisy && op[FST_OP_STATE + k].dtype == FST_BF16)
+                FST_T(store_by)(&op[FST_OP_STATE + k], s[k], at, few, noise + k * NOISE_ROOM);
             else
-                FST_T(store)(&op[FST_OP_STATE + k], s[k], at, n);
-        FST_T(store_value)(op, p, at, n);
+                FST_T(store)(&op[FST_OP_STATE + k], s[k], at, few);
+        FST_T(store_value)(op, p, at, few);
     }
 }

@@ -51,6 +51,7 @@ class Plan:
                 bool,
                 bool,
                 int | None,
+                int,
             ]
         ],
         state: dict[Tensor, dict[str, Any]],

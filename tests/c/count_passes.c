@@ -111,7 +111,7 @@ static task *one_operand(fst_dtype dtype, int64_t count, size_t spans, double nu
 }
 
 /* Adam's update of an fp32 parameter, or a bf16 one with its remainder, beside states of a type. */
-static task *adam_beside(int halves, fst_dtype state)
+static task *adam_beside(int halves, fst_dtype state, int in_codes)
 {
     const fst_dtype param = halves ? FST_BF16 : FST_F32;
     const fst_dtype dtypes[FST_OP_COUNT] = {param, param, (fst_dtype)FST_I16, state, state, state};
@@ -120,6 +120,11 @@ static task *adam_beside(int halves, fst_dtype state)
     task *t = task_new(FST_OP_COUNT, dtypes, used, LARGE, 1, 1.0, 0);
     t->args = (fst_update_args){.rule = FST_RULE_adam, .clip_coefficient = 0.5, .sign = 1.0};
     fst_rule_fill_args(&t->args, hyper, 3.0);
+    for (unsigned k = 0; in_codes && k < 2; k++) { /* with signs, and of roots */
+        fst_operand *op = &t->plan.operands[FST_OP_STATE + k];
+        op->scales = calloc(LARGE / 64, sizeof *op->scales);
+        op->dtype = k ? FST_U8 : FST_I8;
+    }
     return t;
 }
 
@@ -182,12 +187,13 @@ static void count_updates(void)
         count(name, " bf16", run_update, update_of((fst_rule)r, FST_BF16, LARGE, 1));
         count(name, " fp32, small", run_update, update_of((fst_rule)r, FST_F32, SMALL, MANY));
     }
-    count("update adam fp32 beside bf16", "", run_update, adam_beside(0, FST_BF16));
-    task *noisy = adam_beside(0, FST_BF16);
+    count("update adam fp32 beside bf16", "", run_update, adam_beside(0, FST_BF16, 0));
+    task *noisy = adam_beside(0, FST_BF16, 0);
     noisy->args.noisy = 1;
     count("update adam fp32 beside bf16", " by noise", run_update, noisy);
-    count("update adam in halves", " beside fp32", run_update, adam_beside(1, FST_F32));
-    count("update adam in halves", " beside bf16", run_update, adam_beside(1, FST_BF16));
+    count("update adam fp32 beside codes", "", run_update, adam_beside(0, FST_BF16, 1));
+    count("update adam in halves", " beside fp32", run_update, adam_beside(1, FST_F32, 0));
+    count("update adam in halves", " beside bf16", run_update, adam_beside(1, FST_BF16, 0));
 }
 
 int main(int count_of_arguments, char **arguments)

@@ -69,11 +69,11 @@ static inline void model_plan(model *m, fst_status *status)
         const int64_t count = model_count(m, i);
         fst_operand *op = fst_plan_add(&m->plan, count, 0, status);
         float *param = m->shared && i + 1 == m->tensors ? m->memory : at;
-        op[FST_OP_PARAM] = (fst_operand){param, NULL, FST_F32};
-        op[FST_OP_GRAD] = (fst_operand){at + m->total, NULL, FST_BF16};
+        op[FST_OP_PARAM] = (fst_operand){.data = param, .dtype = FST_F32};
+        op[FST_OP_GRAD] = (fst_operand){.data = at + m->total, .dtype = FST_BF16};
         if (i >= m->first_moved)
             op[FST_OP_GRAD].data = at + m->total + m->shift;
-        op[FST_OP_STATE] = (fst_operand){at + 2 * m->total, NULL, FST_F32};
+        op[FST_OP_STATE] = (fst_operand){.data = at + 2 * m->total, .dtype = FST_F32};
         if (m->strided && count == 1)
             op[FST_OP_STATE].layout = &m->layout;
         at += count + 16;

@@ -36,7 +36,8 @@ static int twins_make(twins *t, const fst_dtype *dtypes, const fst_layout *layou
         if (k == FST_OP_MASTER)
             continue;
         t->sizes[k] = 2 * (size_t)(far_away + SMALL) * fst_dtype_size(dtypes[k]);
-        t->far[k] = (fst_operand){reserve(t->sizes[k]), layout, dtypes[k]};
+        t->far[k] =
+            (fst_operand){.data = reserve(t->sizes[k]), .layout = layout, .dtype = dtypes[k]};
         if (!t->far[k].data)
             return 0;
         t->twin[k] = array_new(dtypes[k], FLAT, SMALL);
@@ -161,7 +162,10 @@ int main(void)
                 }
             twins_free(&t);
         }
-    CHECK_INT(offset_of(&(fst_operand){NULL, &rows, FST_F32}, far_away + 3), far_away + 80);
-    CHECK_INT(offset_of(&(fst_operand){NULL, &apart, FST_F32}, far_away), 2 * far_away);
+    CHECK_INT(
+        offset_of(&(fst_operand){.data = NULL, .layout = &rows, .dtype = FST_F32}, far_away + 3),
+        far_away + 80);
+    CHECK_INT(offset_of(&(fst_operand){.data = NULL, .layout = &apart, .dtype = FST_F32}, far_away),
+              2 * far_away);
     return check_report();
 }

@@ -146,7 +146,7 @@ static void loops_narrow_alike(const fst_cpu_kernels *kernels)
     array *whole = array_new(FST_F32, FLAT, COUNT), *grad = array_new(FST_F32, FLAT, COUNT);
     array *before;
     array *narrow[FORMATS];
-    fst_operand op[FST_OP_COUNT] = {{NULL, NULL, FST_F32}};
+    fst_operand op[FST_OP_COUNT] = {{.data = NULL}};
     int64_t at = 0;
     int wrong = 0;
     fst_rule_fill_args(&args, hyper, 1.0);
@@ -237,7 +237,7 @@ static void loops_widen_alike(const fst_cpu_kernels *kernels, const format *f)
     uint16_t copies[16];
     int wrong = 0;
     for (uint32_t half = 0; half < f->infinity; half++) {
-        const fst_operand op = {copies, NULL, f->dtype};
+        const fst_operand op = {.data = copies, .dtype = f->dtype};
         for (size_t i = 0; i < 16; i++)
             copies[i] = (uint16_t)(half | (i % 2 ? 0x8000 : 0));
         wrong += kernels->reduce(&op, 0, 16, FST_NORM_ABS, 1.0, 1.0) !=

@@ -35,8 +35,8 @@ static void *run_worker(void *argument)
         fst_plan_begin(&plan);
         for (int k = 0; k < mine->tensors; k++) {
             fst_operand *op = fst_plan_add(&plan, 100, 0, &mine->status);
-            op[FST_OP_PARAM] = (fst_operand){memory + 100 * k, NULL, FST_F32};
-            op[FST_OP_GRAD] = (fst_operand){memory + 2000 + i / 2 % 2, NULL, FST_F32};
+            op[FST_OP_PARAM] = (fst_operand){.data = memory + 100 * k, .dtype = FST_F32};
+            op[FST_OP_GRAD] = (fst_operand){.data = memory + 2000 + i / 2 % 2, .dtype = FST_F32};
         }
         fst_plan_seal(&plan, FST_OP_PARAM, 1, &mine->status);
         const fst_work work = fst_plan_work(&plan);

@@ -57,7 +57,7 @@ static void walks_every_element(const geometry *g, const int *order, int kept,
                                 const fst_layout *layout)
 {
     const int64_t count = fst_layout_count(g->ndim, g->shape);
-    const fst_operand op = {NULL, layout, FST_F32};
+    const fst_operand op = {.layout = layout, .dtype = FST_F32};
     int64_t index[DIMS] = {0};
     int64_t wrong = 0, product = 1;
     for (int d = 0; d < layout->ndim; d++)

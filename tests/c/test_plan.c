@@ -10,7 +10,7 @@ static void add(fst_plan *plan, void *data, int64_t count, fst_dtype dtype)
 {
     fst_operand *op = fst_plan_add(plan, count, 0, &status);
     if (CHECK(op != NULL))
-        op[0] = (fst_operand){data, NULL, dtype};
+        op[0] = (fst_operand){.data = data, .dtype = dtype};
 }
 
 static void seal(fst_plan *plan)
@@ -198,7 +198,9 @@ static void rounds_follow_strides_and_types(void)
     fst_plan plan;
     fst_plan_init(&plan, 1);
     for (int step = 0; step < 3; step++) {
-        const fst_operand op = {buffer, step == 1 ? &wide : NULL, step == 2 ? FST_F64 : FST_F32};
+        const fst_operand op = {.data = buffer,
+                                .layout = step == 1 ? &wide : NULL,
+                                .dtype = step == 2 ? FST_F64 : FST_F32};
         fst_plan_begin(&plan);
         for (size_t i = 0; i < 2; i++) {
             fst_operand *added = fst_plan_add(&plan, 10, 0, &status);
@@ -220,8 +222,8 @@ static void sealing_again(void)
     fst_plan_begin(&plan);
     for (size_t i = 0; i < 2; i++) {
         fst_operand *op = fst_plan_add(&plan, 10, 0, &status);
-        op[0] = (fst_operand){data + 30 * i, NULL, FST_F32};
-        op[1] = (fst_operand){data + 60, NULL, FST_F32}; /* the same for both */
+        op[0] = (fst_operand){.data = data + 30 * i, .dtype = FST_F32};
+        op[1] = (fst_operand){.data = data + 60, .dtype = FST_F32}; /* the same for both */
     }
     seal(&plan);
     CHECK_INT((int64_t)plan.round_count, 1);
@@ -243,8 +245,8 @@ static void sealing_again(void)
     fst_plan_begin(&plan);
     for (size_t i = 0; i < 2; i++) {
         fst_operand *op = fst_plan_add(&plan, 10, 0, &status);
-        op[0] = (fst_operand){data + 5 * i, NULL, FST_F32};
-        op[1] = (fst_operand){data + 60, NULL, FST_F32};
+        op[0] = (fst_operand){.data = data + 5 * i, .dtype = FST_F32};
+        op[1] = (fst_operand){.data = data + 60, .dtype = FST_F32};
     }
     seal(&plan);
     CHECK_INT((int64_t)plan.round_count, 2);

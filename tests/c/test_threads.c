@@ -159,7 +159,8 @@ static void every_chunk_once(size_t chunks)
     fst_plan plan;
     fst_plan_init(&plan, 1);
     fst_plan_begin(&plan);
-    *fst_plan_add(&plan, (int64_t)count, 0, &status) = (fst_operand){data, NULL, FST_F32};
+    *fst_plan_add(&plan, (int64_t)count, 0, &status) =
+        (fst_operand){.data = data, .dtype = FST_F32};
     CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
     for (int way = 0; way < 12; way++) {
         size_t wrong = 0;

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from faststep import _C
+from faststep.optim.codes import new_scales
 
 from . import hostile
 from .arguments import FLOATS, junk, maybe_bad, odd_int
@@ -56,10 +57,14 @@ class Stepping:
         steps = ("step",) if self.has_step else ()
         own = ADAFACTORS if self.is_factored else tuple(f"s{i}" for i in range(states))
         master = ("master",) if has_master else ()
-        self.keys = (*steps, *NUMBERS.get(self.rule, ()), *own, *master)
+        can_code = states > 0 and not self.is_factored
+        self.codes_from = rng.choice((0, 0, 1, 5)) if can_code else 0
+        scales = ("scales",) if self.codes_from else ()
+        self.keys = (*steps, *NUMBERS.get(self.rule, ()), *own, *scales, *master)
         hyper = tuple(HYPER.get(name, 0.0) for name in names)
         masters = (has_master, world.chance(0.5))  # the second: as remainders
         kinds = (*masters, rng.choice((None, None, 0, 2**64 - 1)) if self.has_step else None)
+        kinds = (*kinds, self.codes_from)
         self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None, *kinds)
         self.lists = world.contain([params_for(world) for _ in range(rng.choice((1, 1, 2, 3)))])
         self.specs = world.contain([self.spec for _ in self.lists])
@@ -81,9 +86,13 @@ class Stepping:
         for key in self.keys:
             if key == "step" or key in NUMBERS.get(self.rule, ()):
                 value = torch.tensor(1.0, dtype=world.rng.choice(OF_COUNTERS))
+            elif key == "scales":
+                value = new_scales(RULES[self.rule][1], param.detach())
             elif world.chance(0.95):
                 dtype = torch.float32 if has_master else param.dtype
                 dtype = torch.int16 if key == "master" and self.spec[7] else dtype
+                if key != "master" and 0 < self.codes_from <= param.numel():
+                    dtype = world.rng.choice((dtype, torch.int8, torch.uint8))
                 like = torch.zeros_like(param.detach(), dtype=dtype)
                 value = _of_factor(like, key) if self.is_factored else like
             else:

@@ -21,6 +21,9 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": faststep.optim.SGD,
     "momentum": lambda ps, **kw: faststep.optim.SGD(ps, momentum=0.9, **kw),
     "Lion": faststep.optim.Lion,
+    "int8": lambda ps, **kw: faststep.optim.AdamW(
+        ps, betas=(0.9, 0.99), state_dtype="int8", min_8bit_size=1, **kw
+    ),
     "Rprop": faststep.optim.Rprop,
     "NAdam": faststep.optim.NAdam,
 }

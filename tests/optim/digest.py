@@ -35,6 +35,8 @@ RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Rprop", {}),
     ("NAdam", {"weight_decay": 0.1}),
     ("ASGD", {"weight_decay": 0.1, "t0": 0.0}),
+    ("AdamW", {"amsgrad": True, "betas": (0.9, 0.99), "state_dtype": "int8", "min_8bit_size": 1}),
+    ("SGD", {"momentum": 0.9, "state_dtype": "int8", "min_8bit_size": 1}),
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (40_001, 3, 1, 513, 16_384, 0, 31)
@@ -44,7 +46,7 @@ SIZES = (40_001, 3, 1, 513, 16_384, 0, 31)
 def values(seed: int) -> list[torch.Tensor]:
     """Sizes with all kinds of tails, a transposed matrix, and values of every magnitude."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(size,) for size in SIZES] + [(61, 47)]
+    shapes = [*((size,) for size in SIZES), (130, 257), (61, 47)]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     drawn[3] *= 1e-30
     drawn[4][::7] *= 1e-6

@@ -13,6 +13,7 @@ import torch
 
 import faststep
 from faststep.optim.base import FusedOptimizer
+from faststep.optim.checks import OPTIONS
 
 from .common import Snapshot, outcome, parameters, same_bits, set_gradients
 from .declarations import ADAM, ADAMW, ALL, LION, OTHERS, SGD, TORCHS, Declaration
@@ -153,12 +154,11 @@ def test_max_grad_norm_out_of_range(declaration: Declaration, value: float) -> N
 
 @pytest.mark.parametrize("declaration", TORCHS + OTHERS, ids=lambda d: d.name)
 def test_signature_extends_torchs(declaration: Declaration) -> None:
-    """The same parameters in the same order with the same defaults, then our six by keyword."""
+    """The same parameters in the same order with the same defaults, then our seven by keyword."""
     ours = dict(inspect.signature(declaration.ours.__init__).parameters)
     torchs = dict(inspect.signature(declaration.torchs.__init__).parameters)
     extra = [name for name in ours if name not in torchs]
-    kinds = ["master_weights", "rounding", "rounding_seed", "state_dtype"]
-    assert sorted(extra) == sorted(["keep_grads", "max_grad_norm", *kinds])
+    assert sorted(extra) == sorted(OPTIONS)
     for name in extra:
         assert ours.pop(name).kind is inspect.Parameter.KEYWORD_ONLY
     positional = [n for n, p in torchs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -206,3 +206,18 @@ def test_own_state_dicts(rank: int, world: int) -> None:
     for param in model.parameters():
         for key, value in optimizer.state[param].items():
             assert torch.equal(local(value), local(new.state[param][key]))
+
+
+@on_ranks(1)
+def test_states_in_int8_are_refused(rank: int, world: int) -> None:
+    """Before anything is made or written."""
+    model = fully_sharded()
+    options: Any = {"betas": (0.9, 0.99), "state_dtype": "int8"}
+    optimizer = faststep.optim.AdamW(model.parameters(), **options)
+    before = [whole(param) for param in model.parameters()]
+    backward(model, rank, 0)
+    with pytest.raises(RuntimeError, match='is a DTensor: state_dtype="int8" is for parameters'):
+        optimizer.step()
+    assert not optimizer.state
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(param), value)

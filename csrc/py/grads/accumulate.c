@@ -64,7 +64,7 @@ static int bind_operand(const fst_view *view, int order_count, const int *order,
         return -1;
     if (*layout && fst_layout_is_for(*layout, view->device, problem))
         return -1;
-    *op = (fst_operand){view->data, *layout, view->dtype};
+    *op = (fst_operand){.data = view->data, .layout = *layout, .dtype = view->dtype};
     return 0;
 }
 

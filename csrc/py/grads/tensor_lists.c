@@ -47,7 +47,7 @@ int fst_list_add(fst_list *list, Py_ssize_t index, const fst_view *view, int wri
     fst_operand *op = fst_plan_add(&list->plan, count, 0, &status);
     if (!op)
         return fst_problem_set(problem, "storage", "%s", status.message);
-    *op = (fst_operand){view->data, list->layouts[index], view->dtype};
+    *op = (fst_operand){.data = view->data, .layout = list->layouts[index], .dtype = view->dtype};
     return 0;
 }
 

@@ -84,20 +84,21 @@ static int set_noise(fst_step_plan *self, fst_group *group, PyObject *noise, int
 }
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
- * has masters, which are remainders, seed of the noise or None) into a group that has what was read
- * last. */
+ * has masters, which are remainders, seed of the noise or None, has codes from so many elements on)
+ * into a group that has what was read last. */
 static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
     PyObject *noise = Py_None;
     int rule, has_step, maximize, has_master = 0, has_remainder = 0;
+    long long codes_from = 0;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!pO|ppO", &rule, &PyTuple_Type, &keys, &has_step,
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO|ppOL", &rule, &PyTuple_Type, &keys, &has_step,
                           &PyTuple_Type, &hyper, &maximize, &lr, &has_master, &has_remainder,
-                          &noise))
+                          &noise, &codes_from))
         return -1;
     if (rule < 0 || rule > FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
@@ -109,9 +110,11 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
     }
     const fst_rule_entry *known = &fst_rules[rule];
     const unsigned key_count = (unsigned)PyTuple_Size(keys), numbers = fst_numbers_count(rule);
+    const int has_codes = codes_from != 0;
     const unsigned states = known->states + numbers;
-    if (key_count != states + (unsigned)(has_step + has_master) || (numbers && !has_step) ||
-        (rule == FST_FACTORED && (!has_step || has_master)) ||
+    if (key_count != states + (unsigned)(has_step + has_codes + has_master) ||
+        (numbers && !has_step) || codes_from < 0 || (has_codes && !known->states) ||
+        (rule == FST_FACTORED && (!has_step || has_master || has_codes)) ||
         (size_t)PyTuple_Size(hyper) != known->hyper_count) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
                      known->name, states, known->hyper_count);
@@ -133,7 +136,7 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
         return -1;
     if (keys == group->keys && rule == (int)group->rule && has_step == group->has_step &&
         maximize == group->maximize && has_master == group->has_master &&
-        has_remainder == group->has_remainder)
+        has_remainder == group->has_remainder && codes_from == group->codes_from)
         return 0;
     self->traced = 0;
     group->rule = (fst_rule)rule;
@@ -143,6 +146,7 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
     group->maximize = maximize;
     group->has_master = has_master;
     group->has_remainder = has_remainder;
+    group->codes_from = codes_from;
     return keep_instead(self, &group->keys, keys);
 }
 

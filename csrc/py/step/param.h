@@ -3,7 +3,7 @@
 
 #include "py/torch/tensor.h"
 
-enum { FST_MAX_KEYS = FST_MAX_STATES + 2 }; /* a step counter, and a master */
+enum { FST_MAX_KEYS = FST_MAX_STATES + 3 }; /* a step counter, scales, and a master */
 
 /* Bits of fst_param.dtensors; those of the states follow. */
 enum { FST_IS_PARAM, FST_IS_GRAD, FST_IS_STATE };

@@ -1,6 +1,7 @@
 /* Binds the states of a parameter, which lie in optimizer.state. */
 #include "py/step/bind.h"
 #include "py/torch/quiet.h"
+#include "rules/codes.h"
 
 /* Finds the position of each parameter's entry in optimizer.state. Runs at most once per step. */
 static void rescan_state(fst_binding *at)
@@ -194,20 +195,6 @@ PyObject *fst_state_find(fst_binding *at, PyObject *state, Py_ssize_t *position,
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
-/* Reads a state of the parameter's shape. Returns 0, or -1 with `problem` filled: it is none, or a
- * master of another type than the group's. */
-static int view_state(const fst_binding *at, PyObject *value, int is_master, fst_view *view,
-                      fst_problem *problem)
-{
-    const int halves = is_master && at->self->groups[at->group].has_remainder;
-    const int wanted = halves ? FST_I16 : FST_F32;
-    const int bad = halves ? fst_tensor_counter(&at->module->tensors, value, view, problem)
-                           : fst_tensor_view(&at->module->tensors, value, view, problem);
-    if (bad || !is_master || ((int)view->dtype == wanted && !(halves && view->negated)))
-        return bad;
-    return fst_problem_set(problem, "dtype", "is not of type %s", halves ? "int16" : "float32");
-}
-
 /* Whether a parameter of this type has a master; -1 with a Python error for one that cannot have a
  * remainder. */
 static int has_master(const fst_binding *at, const fst_group *group, fst_dtype of_param)
@@ -238,12 +225,108 @@ static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObje
                                      state);
 }
 
-/* The operand that a state is. */
+enum { SCALES = FST_OP_COUNT };
+
+/* The operand that a state is, or SCALES. */
 static unsigned operand_of(const fst_group *group, unsigned k)
 {
-    if (group->has_master && k + 1 == group->key_count)
+    const unsigned behind = group->key_count - 1 - k;
+    if (group->has_master && behind == 0)
         return FST_OP_MASTER;
+    if (group->codes_from && behind == (unsigned)group->has_master)
+        return SCALES;
     return FST_OP_STATE + k - counters_of(group);
+}
+
+/* Whether the states of a parameter are in codes. */
+static int has_codes(const fst_group *group, const fst_param *param)
+{
+    return group->codes_from && param->count >= group->codes_from;
+}
+
+/* Whether a parameter does without a state: a master, or scales. */
+static int is_left_out(const fst_group *group, const fst_param *param, int keeps_master, unsigned k)
+{
+    const unsigned which = k < counters_of(group) ? FST_OP_STATE : operand_of(group, k);
+    return (which == FST_OP_MASTER && !keeps_master) ||
+           (which == SCALES && !has_codes(group, param));
+}
+
+/* Reads a state of the parameter's shape, which may be in codes. Returns 0, or -1 with `problem`
+ * filled: it is none, or a master of another type than the group's. */
+static int view_state(const fst_binding *at, const fst_param *param, PyObject *value, int is_master,
+                      fst_view *view, fst_problem *problem)
+{
+    const fst_group *group = &at->self->groups[at->group];
+    const int halves = is_master && group->has_remainder;
+    const int codes = !is_master && has_codes(group, param);
+    const int wanted = halves ? FST_I16 : FST_F32;
+    const int bad = halves || codes ? fst_tensor_counter(&at->module->tensors, value, view, problem)
+                                    : fst_tensor_view(&at->module->tensors, value, view, problem);
+    if (bad)
+        return bad;
+    if (codes && view->dtype >= FST_DTYPE_COUNT && !fst_is_code(view->dtype))
+        return fst_problem_set(problem, "dtype",
+                               "is not of type float32, float64, bfloat16, float16, int8 or uint8");
+    if (!is_master || ((int)view->dtype == wanted && !(halves && view->negated)))
+        return 0;
+    return fst_problem_set(problem, "dtype", "is not of type %s", halves ? "int16" : "float32");
+}
+
+/* Binds the scales, a row per state, of the states that are in codes. Returns 0, or -1 with a
+ * Python error. */
+static int bind_scales(const fst_binding *at, fst_param *param, unsigned k, PyObject *name,
+                       PyObject *object, fst_operand *ops, fst_view *view)
+{
+    const unsigned states = fst_rules[at->self->groups[at->group].rule].states;
+    const int by_rows = param->order_count && param->order[0] == 0;
+    const uint32_t row = by_rows ? fst_code_row(param->count / param->geometry[0]) : 0;
+    const int64_t count = fst_scale_count(param->count, row);
+    fst_problem problem;
+    if (fst_tensor_view(&at->module->tensors, object, view, &problem))
+        return fst_state_refuse(at, name, &problem);
+    if (view->device != FST_HOST || view->dtype != FST_BF16 || view->ndim != 2 ||
+        view->shape[0] < (int64_t)states || view->shape[1] != count || !fst_view_is_packed(view)) {
+        fst_problem_set(&problem, "shape", "is not a bfloat16 tensor of %u rows of %lld scales",
+                        states, (long long)count);
+        return fst_state_refuse(at, name, &problem);
+    }
+    fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, object, view);
+    for (unsigned i = 0; i < states; i++)
+        if (fst_is_code(ops[FST_OP_STATE + i].dtype)) {
+            ops[FST_OP_STATE + i].scales = (uint16_t *)view->data + i * count;
+            ops[FST_OP_STATE + i].row = row;
+        }
+    return 0;
+}
+
+/* Binds a state of the parameter's shape, or the scales. Returns 0, or -1 with a Python error. */
+static int bind_shaped(fst_binding *at, fst_param *param, unsigned k, PyObject *name,
+                       PyObject *value, fst_operand *ops, fst_counter *counter, fst_view *view)
+{
+    const unsigned which = operand_of(&at->self->groups[at->group], k);
+    fst_problem problem;
+    char role[64] = "state";
+    if (which == SCALES)
+        return bind_scales(at, param, k, name, value, ops, view);
+    const int bad = view_state(at, param, value, which == FST_OP_MASTER, view, &problem);
+    if ((bad || view->device != at->part->device || !fst_param_is_packed_in(param, view)) &&
+        name_role(name, role))
+        return -1;
+    if (bad)
+        return fst_bind_problem(at, role, &problem);
+    fst_operand *op = &ops[which];
+    counter->wide |= view->dtype == FST_F64;
+    fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, view);
+    if (fst_bind_operand(at, param, role, view, 1, op))
+        return -1;
+    if (op->layout && fst_is_code(op->dtype)) {
+        fst_problem_set(&problem, "shape", "is not laid out in memory as its parameter");
+        return fst_state_refuse(at, name, &problem);
+    }
+    if (op->layout)
+        at->self->traceable = 0;
+    return 0;
 }
 
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype of_param,
@@ -252,9 +335,11 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     const fst_group *group = &at->self->groups[at->group];
     const unsigned counters = counters_of(group);
     const int keeps_master = has_master(at, group, of_param);
-    const unsigned key_count = group->key_count - (unsigned)(group->has_master && !keeps_master);
+    unsigned key_count = group->key_count;
     if (keeps_master < 0)
         return -1;
+    for (unsigned k = counters; k < group->key_count; k++)
+        key_count -= (unsigned)is_left_out(group, param, keeps_master, k);
     if (key_count == 0)
         return 1;
     PyObject *state = fst_state_of(at, param, object), *key;
@@ -264,7 +349,9 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     param->dict = state;
     if (at->trace)
         fst_trace_dict(at->trace, state, param->state_at, key_count);
-    for (unsigned k = 0; k < key_count; k++) {
+    for (unsigned k = 0; k < group->key_count; k++) {
+        if (is_left_out(group, param, keeps_master, k))
+            continue;
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
         PyObject *whole = fst_state_find(at, state, &position, wanted, &key), *value = whole;
         fst_view view;
@@ -282,23 +369,10 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             fst_state_trace(at, param, k, key, whole, value, &view);
             continue;
         }
-        fst_problem problem;
-        char role[64] = "state";
-        const unsigned which = operand_of(group, k);
-        const int bad = view_state(at, value, which == FST_OP_MASTER, &view, &problem);
-        if ((bad || view.device != at->part->device || !fst_param_is_packed_in(param, &view)) &&
-            name_role(wanted, role))
-            return -1;
-        if (bad)
-            return fst_bind_problem(at, role, &problem);
-        fst_operand *op = &ops[which];
-        counter->wide |= view.dtype == FST_F64;
-        fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
-        if (fst_bind_operand(at, param, role, &view, 1, op) || fst_state_written(at, value, whole))
+        if (bind_shaped(at, param, k, wanted, value, ops, counter, &view) ||
+            fst_state_written(at, value, whole))
             return -1;
         fst_state_trace(at, param, k, key, whole, value, &view);
-        if (op->layout)
-            at->self->traceable = 0;
     }
     return 1;
 }

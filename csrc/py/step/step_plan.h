@@ -13,7 +13,7 @@
 typedef struct {
     fst_rule rule;
     PyObject *keys;  /* owned: names of the states, "step" first where has_step, and last that of
-                        the master where has_master */
+                        the scales where there are codes, and of the master where has_master */
     PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
     Py_ssize_t size; /* parameters, when they were bound */
     unsigned key_count, number_count;
@@ -21,8 +21,10 @@ typedef struct {
     int has_master; /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
     int noisy;      /* bf16 states are rounded by the noise of this seed */
     uint64_t seed;
-    int has_remainder; /* these masters are remainders, of bf16 parameters; there are no fp16 ones
-                        */
+    int has_remainder;  /* these masters are remainders, of bf16 parameters; there are no fp16 ones
+                         */
+    int64_t codes_from; /* parameters of so many elements have states in codes of 8 bits, and
+                           scales; 0: none has */
     double hyper[FST_MAX_HYPER];
 } fst_group;
 

@@ -88,7 +88,7 @@ int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor 
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
 
 /* Does the same for a tensor that may be of an integer type: a counter, as torch counts steps in
- * them too, or a remainder. */
+ * them too, a state in codes, or a remainder. */
 int fst_tensor_counter(fst_tensors *tensors, PyObject *object, fst_view *view,
                        fst_problem *problem);
 

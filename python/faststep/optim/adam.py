@@ -1,6 +1,7 @@
 """Adam and AdamW."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,6 +11,11 @@ from .request import Formula, formula
 
 
 class _AdamStep(CountedOptimizer):
+    _code_dtypes: ClassVar[Mapping[str, torch.dtype]] = {
+        "exp_avg": torch.int8,
+        "exp_avg_sq": torch.uint8,
+        "max_exp_avg_sq": torch.uint8,
+    }
     _formula = formula("adam", "step", "exp_avg", "exp_avg_sq")
     _amsgrad = formula("amsgrad", *_formula.state_keys, "max_exp_avg_sq")
 

@@ -25,7 +25,7 @@ _INIT: Any = ClippedOptimizer.__init__
 _, *_SET = inspect.signature(ClippedOptimizer._set_options).parameters.values()
 _OPTIONS = [p.replace(kind=p.KEYWORD_ONLY, annotation=_TYPES[p.name]) for p in _SET]
 _LIKE_TORCHS = """
-Arguments, defaults, `param_groups`, `state` and errors are torch's. The last six arguments are
+Arguments, defaults, `param_groups`, `state` and errors are torch's. The last seven arguments are
 faststep's. Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16.
 """
 

@@ -22,16 +22,16 @@ from ..grads.owners import refuse_shared, releasing
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import refuse_group_options, refuse_part
+from .codes import SCALES, are_codes
 from .hooked import HookedOptimizer
-from .load_states import loading_states
+from .load_states import loading_states, show_as_torch
 from .masters import (
     check_new_group,
     complete_states,
-    give_masters,
     kinds_of,
     own_dtype,
     refuse_by_torch,
-    with_master,
+    with_others,
 )
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
@@ -71,9 +71,11 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             script has written the parameter the step begins with it. With "remainder16" the state
             is int16, the other half of a bfloat16 parameter's master; ValueError for a float16
             parameter. Default: False; True is "fp32".
-        state_dtype ("fp32", "bf16" or None): the type of all states of a parameter's shape but
-            masters. The step computes as ever, and rounds them when it stores them. Default: None,
-            the parameter's type, and fp32 beside masters.
+        state_dtype ("fp32", "bf16", "int8" or None): the type of all states of a parameter's shape
+            but masters. The step computes as ever, and rounds them when it stores them. "int8" is
+            for Adam, AdamW, Lion and SGD on CPUs. Default: None, the parameter's type, and fp32
+            beside masters.
+        min_8bit_size (int): with "int8", smaller parameters have fp32 states. Default: 4096.
         rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
             either neighbour, so that the mean is right. Default: "nearest".
         rounding_seed (int): of the random bits, which differ by parameter, element and step too.
@@ -126,21 +128,25 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if type(group["lr"]) is not float:
             lr, lr_on_device = self._lr_of(group["lr"])
             group = {**group, "lr": lr}
-        keys = with_master(keys) if self._keeps_masters else keys
+        codes_from = self._codes_from if keys else 0
+        if self._keeps_masters or codes_from:
+            keys = with_others(keys, bool(codes_from), self._keeps_masters)
         hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
-        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *kinds_of(self))
+        kinds = (*kinds_of(self), codes_from)
+        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *kinds)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
         state = self.state[param]
         for key in self._formula_of(group).state_keys:
-            state[key] = self._zeros.like(param, own_dtype(self, param))
+            state[key] = self._zeros.like(param, own_dtype(self, param, key))
 
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
         """Raise for a state that has begun and lacks a part, as torch's loop does."""
         param = self.param_groups[group]["params"][index]
         state = self.state.get(param)
-        if not state or self._begins_in_parts:
+        has_codes = SCALES in keys and state and any(map(are_codes, state.values()))
+        if not state or (self._begins_in_parts and not has_codes):
             return
         if missing := [repr(key) for key in keys if key not in state]:
             detail = f"has no {', '.join(missing)}, only {', '.join(map(repr, state))}"
@@ -344,24 +350,17 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         error = {"type": TypeError, "key": KeyError}.get(kind, RuntimeError)
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, native: bool = False) -> dict[str, Any]:
         """As torch's, with masters, and the `step` counters where torch keeps them.
 
-        torch keeps them in CPU memory unless a group is `fused` or `capturable` or the class is
+        States in 8 bits are float32. With `native` they stay, for optimizers of faststep alone.
+
+        torch keeps counters in CPU memory unless a group is `fused` or `capturable` or the class is
         ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
         """
         complete_states(self)
         state_dict = super().state_dict()
-        for group in state_dict["param_groups"]:
-            if group.get("fused") or group.get("capturable") or self._counts_on_device:
-                continue
-            for index in group["params"]:
-                state = state_dict["state"].get(index, {})
-                counts = {key: state.get(key) for key in ("step", *self._numbers)}
-                if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
-                    moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
-                    state_dict["state"][index] = {**state, **moved}
-        give_masters(self, state_dict)
+        show_as_torch(self, state_dict, native)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -392,6 +391,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "_has_remainders": self._has_remainders,
             "_noise_seed": self._noise_seed,
             "_state_dtype": self._state_dtype,
+            "_codes_from": self._codes_from,
         }
 
 

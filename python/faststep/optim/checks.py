@@ -13,8 +13,8 @@ from ..grads.params import place_of
 
 # Of the optimizers beside torch's arguments, for all groups together.
 OPTIONS = (
-    *("max_grad_norm", "keep_grads"),
-    *("master_weights", "state_dtype", "rounding", "rounding_seed"),
+    *("max_grad_norm", "keep_grads", "master_weights"),
+    *("state_dtype", "min_8bit_size", "rounding", "rounding_seed"),
 )
 
 _CLIP_BEFORE = (

@@ -21,7 +21,7 @@ class CountedOptimizer(FusedOptimizer):
 
     def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
         """A new state of the parameter's shape."""
-        return self._zeros.like(param, own_dtype(self, param))
+        return self._zeros.like(param, own_dtype(self, param, key))
 
     def _first_number(self, group: dict[str, Any], key: str) -> float:
         """The first value of a 0-d state."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Lion(FusedOptimizer):
     """
 
     _formula = formula("lion", "exp_avg")
+    _code_dtypes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8}
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class Lion(FusedOptimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32", "remainder16"] = False,
-        state_dtype: Literal["fp32", "bf16"] | None = None,
+        state_dtype: Literal["fp32", "bf16", "int8"] | None = None,
+        min_8bit_size: int = 4096,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         rounding_seed: int = 0,
     ) -> None:
@@ -62,6 +65,7 @@ class Lion(FusedOptimizer):
             keep_grads=keep_grads,
             master_weights=master_weights,
             state_dtype=state_dtype,
+            min_8bit_size=min_8bit_size,
             rounding=rounding,
             rounding_seed=rounding_seed,
         )

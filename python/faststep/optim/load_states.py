@@ -1,4 +1,4 @@
-"""Loading states of another type than their parameter, which torch would give them."""
+"""Loading and saving states of another type than their parameter, which torch would give them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
-from .masters import fitting, kept_dtype
+from .codes import SCALES, decoded
+from .masters import fitting, give_masters, kept_dtype
 from .request import Steppable
 
 
@@ -37,23 +38,28 @@ class _Loading(NamedTuple):
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
-        if not self.kinds._keeps_masters and self.kinds._state_dtype is None:
+        plain = not self.kinds._keeps_masters and self.kinds._state_dtype is None
+        if plain and not _has_codes(state_dict):
             return state_dict  # torch gives all types
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         params = dict(zip(saved, params_of(optimizer)))  # noqa: B905 - torch says what does not fit
         states = {
-            key: {name: self._wrapped(name, value, params[key]) for name, value in state.items()}
+            key: {
+                name: self._wrapped(name, value, params[key], state)
+                for name, value in state.items()
+            }
             if key in params
             else state
             for key, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
 
-    def _wrapped(self, name: str, value: Any, param: Tensor) -> Any:
+    def _wrapped(self, name: str, value: Any, param: Tensor, state: dict[str, Any]) -> Any:
         """In a box, unless torch is to give it the type of the parameter."""
         if not isinstance(value, Tensor) or not isinstance(param, Tensor):
             return value
-        return value if kept_dtype(self.kinds, name, param) is None else _boxed(value)
+        is_kept = kept_dtype(self.kinds, name, param) is not None
+        return _boxed(value) if is_kept or (SCALES in state and name != "step") else value
 
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
@@ -64,6 +70,11 @@ class _Loading(NamedTuple):
             for param, state in optimizer.state.items()
         }
         optimizer.state = defaultdict(dict, states)
+
+
+def _has_codes(state_dict: dict[str, Any]) -> bool:
+    states = state_dict.get("state", {}).values()
+    return any(SCALES in state for state in states if isinstance(state, dict))
 
 
 @contextlib.contextmanager
@@ -90,3 +101,24 @@ def _unwrapped(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 def _on_device(value: Tensor, param: Tensor) -> Tensor:
     return value if value.device == param.device else value.to(param.device)
+
+
+def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
+    """Give a state dict what torch's would have in place of codes, remainders and counters.
+
+    Args:
+        native: leave codes as they are.
+    """
+    states = state_dict["state"]
+    if optimizer._codes_from and not native:
+        states.update({index: decoded(state) for index, state in states.items()})
+    for group in state_dict["param_groups"]:
+        if group.get("fused") or group.get("capturable") or optimizer._counts_on_device:
+            continue
+        for index in group["params"]:
+            state = states.get(index, {})
+            counts = {key: state.get(key) for key in ("step", *optimizer._numbers)}
+            if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
+                moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
+                states[index] = {**state, **moved}
+    give_masters(optimizer, state_dict)

@@ -23,11 +23,16 @@ from torch import Tensor
 
 from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from ..grads.params import described, params_of
+from .codes import SCALES, decoded, encoded, fit_codes, new_scales
 from .request import Rule, Steppable
 from .zeros import SMALL
 
 MASTER = "master_weights"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+_WORDS: dict[torch.dtype | None, tuple[str, str, str]] = {
+    torch.bfloat16: ('"bf16"', "bfloat16 numbers", '0.996 avoids it, or rounding="stochastic"'),
+    torch.int8: ('"int8"', "codes", "0.99 avoids it"),
+}
 _NARROW = (torch.bfloat16, torch.float16)
 _REMAINDERS = "remainder16"
 
@@ -68,7 +73,22 @@ def state_dtype_of(name: object) -> torch.dtype | None:
     """What an optimizer's option of that name asks for; ValueError for another one."""
     if name is None or (isinstance(name, str) and name in _DTYPES):
         return None if name is None else _DTYPES[name]
-    raise ValueError(f'state_dtype must be None, "fp32" or "bf16", not {name!r}')
+    raise ValueError(f'state_dtype must be None, "fp32", "bf16" or "int8", not {name!r}')
+
+
+def codes_from(kind: str, takes_codes: bool, smallest: object) -> int:
+    """The elements of the smallest parameter with states in codes, by an optimizer's options.
+
+    Raises:
+        ValueError: its class has none, or `smallest` is no number of elements.
+    """
+    if not takes_codes:
+        raise ValueError(
+            f'{kind} does not take state_dtype="int8": Adam, AdamW, Lion and SGD with momentum do'
+        )
+    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 0:
+        raise ValueError(f"min_8bit_size must be a number of elements, not {smallest!r}")
+    return max(1, smallest)
 
 
 def seed_of(rounding: object, seed: object, dtype: torch.dtype | None) -> int | None:
@@ -117,14 +137,15 @@ def check_new_group(optimizer: Steppable) -> None:
 
 
 def warn_of_decay(optimizer: Steppable, group: dict[str, Any]) -> None:
-    """Warn of bf16 states with a decay that rounding to the nearest undoes."""
+    """Warn of bf16 and int8 states with a decay that rounding to the nearest undoes."""
     betas = group.get("betas", ())
-    if optimizer._state_dtype is torch.bfloat16 and len(betas) == 2 and 0 < 1 - betas[1] < 2**-8:
+    words = _WORDS.get(optimizer._state_dtype)
+    if words and len(betas) == 2 and 0 < 1 - betas[1] < 2**-8:
         kind, last = type(optimizer).__name__, float(betas[1])
         warnings.warn(
-            f'{kind}: with betas[1] = {last} and state_dtype="bf16" the second state shrinks by '
-            "less per step than half the distance of two bfloat16 numbers, and so not at all: "
-            'betas[1] of at most 0.996 avoids it, or rounding="stochastic"',
+            f"{kind}: with betas[1] = {last} and state_dtype={words[0]} the second state shrinks "
+            f"by less per step than half the distance of two {words[1]}, and so not at all: "
+            f"betas[1] of at most {words[2]}",
             stacklevel=5,
         )
 
@@ -134,32 +155,59 @@ def has_master(param: Tensor) -> bool:
     return param.dtype in _NARROW
 
 
-def own_dtype(optimizer: Steppable, param: Tensor) -> torch.dtype:
-    """The type of new states of a parameter."""
+def has_codes(smallest: int, param: Tensor) -> bool:
+    """True if states of a parameter are in codes where those from so many elements on are."""
+    return 0 < smallest <= param.numel() and param.is_floating_point()
+
+
+def own_dtype(optimizer: Steppable, param: Tensor, key: str = "") -> torch.dtype:
+    """The type of a new state of a parameter."""
     if not param.is_floating_point():  # torch's class makes its step
         return param.dtype
+    if optimizer._codes_from:
+        coded = has_codes(optimizer._codes_from, param)
+        return optimizer._code_dtypes.get(key, torch.float32) if coded else torch.float32
     has_own = optimizer._keeps_masters and has_master(param)
     return optimizer._state_dtype or (torch.float32 if has_own else param.dtype)
 
 
 @functools.cache
-def with_master(keys: tuple[str, ...]) -> tuple[str, ...]:
+def with_others(keys: tuple[str, ...], has_scales: bool, has_master: bool) -> tuple[str, ...]:
     """The same tuple each time, by which C recognizes a step."""
-    return (*keys, MASTER)
+    return (*keys, *[SCALES] * has_scales, *[MASTER] * has_master)
 
 
-def own_keys(rule: Rule) -> tuple[str, ...]:
-    """The names of the rule's states, without that of the masters."""
-    return rule.state_keys[:-1] if rule.has_master else rule.state_keys
+def own_keys(rule: Rule, param: Tensor) -> tuple[str, ...]:
+    """The names of a parameter's states, without that of a master."""
+    keys = rule.state_keys[:-1] if rule.has_master else rule.state_keys
+    return keys[:-1] if rule.codes_from and not has_codes(rule.codes_from, param) else keys
 
 
 def keys_for(rule: Rule, param: Tensor) -> tuple[str, ...]:
     """The names of the states of a parameter."""
-    return rule.state_keys if has_master(param) else own_keys(rule)
+    keys = own_keys(rule, param)
+    return (*keys, MASTER) if rule.has_master and has_master(param) else keys
 
 
 def begin_state(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
-    """Create the missing entries of `optimizer.state[param]`, with a master if it has one."""
+    """Create the missing entries of `optimizer.state[param]`, with scales and a master if it has
+    them."""
+    coded = [key for key in own_keys(rule, param) if key in optimizer._code_dtypes]
+    state = optimizer.state.get(param, {})
+    scales = None
+    if has_codes(rule.codes_from, param) and any(state.get(key) is None for key in coded):
+        scales = new_scales(len(coded), param)  # first: memory may run out
+    _begin_own(optimizer, group, rule, param)
+    if scales is not None:
+        state = optimizer.state[param]
+        master = state.pop(MASTER, None)
+        state[SCALES] = scales
+        if master is not None:
+            state[MASTER] = master  # last, as in the rule's names
+
+
+def _begin_own(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
+    """The same but for the scales."""
     if not rule.has_master or not has_master(param):
         optimizer._new_state(group, param)
         return
@@ -172,7 +220,7 @@ def begin_state(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: 
         if master.nbytes <= SMALL:
             master = optimizer._zeros.like(master).copy_(master)
     made = {}
-    if any(state.get(key) is None for key in own_keys(rule)):
+    if any(state.get(key) is None for key in own_keys(rule, param)):
         wide = param.detach().float() if optimizer._has_remainders else master
         try:  # those of an fp32 parameter
             optimizer._new_state(group, wide)
@@ -212,22 +260,40 @@ def kept_dtype(optimizer: Steppable, key: str, param: Tensor) -> torch.dtype | N
     if key == MASTER or key in optimizer._numbers:
         halves = key == MASTER and optimizer._has_remainders
         return (torch.int16 if halves else torch.float32) if masters else None
-    return own_dtype(optimizer, param) if masters or optimizer._state_dtype is not None else None
+    if key == SCALES:
+        return torch.bfloat16
+    has_own = masters or optimizer._state_dtype is not None
+    return own_dtype(optimizer, param, key) if has_own else None
 
 
 def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """A state as a step needs it: of its types, without a master where none is kept."""
-    fit = {}
+    fit, was_coded = {}, SCALES in state
+    coded = has_codes(optimizer._codes_from, param)
+    if was_coded and not (coded and fit_codes(state, param)):
+        state = decoded(state)
     for key, value in state.items():
         dtype = kept_dtype(optimizer, key, param)
         if key == MASTER and dtype is None:
             continue
+        if was_coded and dtype is None and key != "step":
+            dtype = param.dtype  # as torch does where there are no codes
         is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
         if is_cast and dtype is torch.int16:
             fit[key] = _remainder(value, param)
         else:
+            is_cast = is_cast and dtype is not None and dtype.is_floating_point
             fit[key] = value.to(dtype) if is_cast else value
-    return fit
+    return encoded(fit, optimizer._code_dtypes, param) if coded else fit
+
+
+def refuse_codes(optimizer: object) -> None:
+    """Raise ValueError for an optimizer that is to be sharded, and has states in codes."""
+    if getattr(optimizer, "_codes_from", 0):
+        raise ValueError(
+            f'faststep.zero does not take a {type(optimizer).__name__} with state_dtype="int8": '
+            'states in 8 bits are not sharded so far; "bf16" states are'
+        )
 
 
 def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
@@ -274,7 +340,10 @@ def refuse_by_torch(optimizer: Steppable, reason: str) -> None:
     kept = ""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
         kept = "masters (master_weights), which torch's operators do not know"
-    elif any(own_dtype(optimizer, p) != p.dtype for p in params_of(optimizer)):
+    elif any(
+        own_dtype(optimizer, p) != p.dtype or has_codes(optimizer._codes_from, p)
+        for p in params_of(optimizer)
+    ):
         kept = "states of a type of their own (state_dtype), which torch's operators do not take"
     if kept:
         reason = reason.removesuffix("; nothing was updated")

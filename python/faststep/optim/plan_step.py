@@ -163,7 +163,8 @@ class PlanStep:
                 place = self.place(which, index)
                 raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
         for which, index in missing:
-            optimizer._refuse_half_state(*self.place(which, index), own_keys(rules[which]))
+            own = own_keys(rules[which], self.params[which][index])
+            optimizer._refuse_half_state(*self.place(which, index), own)
         begun = [place for place in missing if self._begins(place, rules)]
         self.new = sorted([*before, *begun])  # the first may have been dropped meanwhile
         for which, index in missing:
@@ -181,7 +182,7 @@ class PlanStep:
         param = self.params[which][index]
         state = self.optimizer.state.get(param, {})
         missing = [key for key in keys_for(rules[which], param) if state.get(key) is None]
-        return missing != [MASTER] or not own_keys(rules[which])
+        return missing != [MASTER] or not own_keys(rules[which], param)
 
     def _align(self, plan: _C.Plan, places: list[Place], rules: list[Rule]) -> None:
         """Divide gradients and states among the ranks as their parameters are."""

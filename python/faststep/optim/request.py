@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -101,6 +102,7 @@ class Rule(NamedTuple):
     has_master: bool = False  # `state_keys` end with that of the masters; see masters.py
     has_remainder: bool = False  # they are remainders
     noise_seed: int | None = None  # by this noise bf16 states are rounded
+    codes_from: int = 0  # elements of the smallest parameter with states in codes; 0: none has
 
 
 class Formula(NamedTuple):
@@ -130,7 +132,10 @@ class Steppable(Protocol):
     _has_remainders: bool
     _noise_seed: int | None
     _state_dtype: torch.dtype | None
+    _codes_from: int
+    _code_dtypes: ClassVar[Mapping[str, torch.dtype]]
     _numbers: ClassVar[tuple[str, ...]]
+    _counts_on_device: ClassVar[bool]
 
     @property
     def _zeros(self) -> Zeros: ...

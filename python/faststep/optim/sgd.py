@@ -1,12 +1,14 @@
 """SGD."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .arguments import composed
 from .base import FusedOptimizer
+from .codes import SCALES
 from .request import Formula, formula
 
 
@@ -26,12 +28,14 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     _formula = formula("sgd")
     _with_momentum = formula("momentum", "momentum_buffer")
     _begins_in_parts = True  # torch looks for the buffer alone
+    _code_dtypes: ClassVar[Mapping[str, torch.dtype]] = {"momentum_buffer": torch.int8}
 
     def _formula_of(self, group: dict[str, Any]) -> Formula:
         return self._with_momentum if group["momentum"] else self._formula
 
     def _drop_new_state(self, param: Tensor) -> None:
-        self.state[param].pop("momentum_buffer", None)  # not there if memory ran out before
+        for key in ("momentum_buffer", SCALES):  # not there if memory ran out before
+            self.state[param].pop(key, None)
 
     def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
         state = self.state.get(self.param_groups[group]["params"][index], {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,12 +12,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
-from .masters import has_remainders, keeps_masters, seed_of, state_dtype_of
+from .masters import codes_from, has_remainders, keeps_masters, seed_of, state_dtype_of
 from .wrapped import PassesOn
 
 
 class Arguments(TypedDict, total=False):
-    """Those after `params`: torch's and six of faststep, with their lines in docstrings.
+    """Those after `params`: torch's and seven of faststep, with their lines in docstrings.
 
     A type checker reads here how all of them are called and typed. It does not know which class
     takes which, what follows `params` by position, and the defaults.
@@ -66,10 +68,13 @@ class Arguments(TypedDict, total=False):
         "other 16 bits of its master beside it.",
     ]
     state_dtype: Annotated[
-        Literal["fp32", "bf16"] | None,
-        '("fp32", "bf16" or None): the type of all states of a parameter\'s shape but masters, '
-        "rounded to the nearest. None is torch's, that of the parameter, and float32 beside "
-        "masters.",
+        Literal["fp32", "bf16", "int8"] | None,
+        '("fp32", "bf16", "int8" or None): the type of all states of a parameter\'s shape but '
+        'masters, rounded to the nearest; "int8" is for Adam, AdamW, Lion and SGD on CPUs. None is '
+        "torch's, that of the parameter, and float32 beside masters.",
+    ]
+    min_8bit_size: Annotated[
+        int, '(int): with state_dtype="int8", states of fewer elements are float32.'
     ]
     rounding: Annotated[
         Literal["nearest", "stochastic"],
@@ -90,6 +95,11 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _has_remainders: bool = False  # which are remainders
     _noise_seed: int | None = None  # of stochastic rounding
     _state_dtype: torch.dtype | None = None  # None: as torch, and fp32 beside masters
+    _codes_from: int = 0  # elements of the smallest parameter with states in codes; 0: none has
+
+    # The states that a class can keep in codes of 8 bits, in the rule's order: int8 with signs,
+    # uint8 without.
+    _code_dtypes: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
 
     def __init__(self, params: ParamsT, *args: Any, **arguments: Unpack[Arguments]) -> None:
         torchs: dict[str, Any] = {**arguments}
@@ -101,7 +111,8 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32", "remainder16"] = False,
-        state_dtype: Literal["fp32", "bf16"] | None = None,
+        state_dtype: Literal["fp32", "bf16", "int8"] | None = None,
+        min_8bit_size: int = 4096,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         rounding_seed: int = 0,
     ) -> None:
@@ -112,6 +123,9 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         self._has_remainders = has_remainders(master_weights)
         self._state_dtype = state_dtype_of(state_dtype)
         self._noise_seed = seed_of(rounding, rounding_seed, self._state_dtype)
+        if self._state_dtype is torch.int8:
+            kind, has_codes = type(self).__name__, bool(self._code_dtypes)
+            self._codes_from = codes_from(kind, has_codes, min_8bit_size)
 
     @property
     def _devices(self) -> tuple[int, ...]:

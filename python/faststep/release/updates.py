@@ -353,7 +353,7 @@ def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
     if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
         return
     try:
-        optimizer._refuse_half_state(group, index, own_keys(rule))
+        optimizer._refuse_half_state(group, index, own_keys(rule, param))
     except _C.TensorError as error:
         raise optimizer._explained(*error.args) from None
     with torch.no_grad():

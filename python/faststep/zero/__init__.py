@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
-from ..optim.masters import has_remainders, keeps_masters
+from ..optim.masters import has_remainders, keeps_masters, refuse_codes
 from .build import build
 from .engine import Options
 from .estimate import Estimate, StageMemory, estimate
@@ -134,6 +134,7 @@ def shard(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r:.60}")
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
+    refuse_codes(optimizer)
     model = uncompiled(model)
     state_dtype = getattr(optimizer, "_state_dtype", None)
     masters = keeps_masters(master_weights)

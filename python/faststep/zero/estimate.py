@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim.masters import begin_state, keys_for
+from ..optim.masters import begin_state, keys_for, refuse_codes
 from .admitted import fused_class_of
 from .hooks.reducer import MOST_UNDER_WAY
 from .layout.cuts import Bucket, flats_of, make_buckets
@@ -136,6 +136,7 @@ def _states_of(
     """The entries that the optimizer keeps for parameters of a dtype, by starting a small one."""
     probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device="cpu"))
     script = optimizer_class([probe])
+    refuse_codes(script)
     fused = fused_class_of(script, master_weights)([{**script.param_groups[0]}])
     (rule,) = fused._rules()
     if keys_for(rule, probe):
