@@ -115,19 +115,6 @@ static int add_span(fst_binding *at, const fst_param *param, fst_counter *counte
     return 0;
 }
 
-/* Refuses a parameter outside of CPU memory, or a DTensor, in a group with states in codes. Returns
- * 0, or -1 with a Python error. */
-static int check_codes(const fst_binding *at, int on_host, int is_plain)
-{
-    fst_problem problem;
-    if (!at->self->groups[at->group].codes_from || (on_host && is_plain))
-        return 0;
-    fst_problem_set(&problem, "device",
-                    "is %s: state_dtype=\"int8\" is for parameters in CPU memory so far",
-                    is_plain ? "on a CUDA device" : "a DTensor");
-    return fst_bind_problem(at, "parameter", &problem);
-}
-
 /* Binds one parameter and its gradient, straight into the operands of a new span. Returns as
  * fst_bind_states() does. */
 static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *whole_grad)
@@ -156,7 +143,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, self->is_factored, &problem))
         return fst_bind_problem(at, "parameter", &problem);
-    if (check_codes(at, view.device == FST_HOST, 1))
+    if (fst_bind_check_codes(at, view.device == FST_HOST, 1))
         return -1;
     fst_step_part *part = enter_part(at, local, view.device);
     if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,
@@ -227,7 +214,7 @@ static int is_settled(const fst_binding *at, PyObject *object, PyObject *grad)
 static int bind_or_list(fst_binding *at, PyObject *object, PyObject *grad)
 {
     fst_step_plan *self = at->self;
-    if (check_codes(at, 1, !fst_tensor_is_dtensor(&at->module->tensors, object)))
+    if (fst_bind_check_codes(at, 1, !fst_tensor_is_dtensor(&at->module->tensors, object)))
         return -1;
     const int settled = is_settled(at, object, grad);
     const int found =

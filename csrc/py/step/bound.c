@@ -37,6 +37,17 @@ int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem 
     return fst_step_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
+int fst_bind_check_codes(const fst_binding *at, int on_host, int is_plain)
+{
+    fst_problem problem;
+    if (!at->self->groups[at->group].codes_from || (on_host && is_plain))
+        return 0;
+    fst_problem_set(&problem, "device",
+                    "is %s: state_dtype=\"int8\" is for parameters in CPU memory so far",
+                    is_plain ? "on a CUDA device" : "a DTensor");
+    return fst_bind_problem(at, "parameter", &problem);
+}
+
 int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
                      const fst_view *view, int written, fst_operand *op)
 {

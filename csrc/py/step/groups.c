@@ -88,8 +88,7 @@ static int set_noise(fst_step_plan *self, fst_group *group, PyObject *noise, int
  * into a group that has what was read last. */
 static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
-    PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
-    PyObject *noise = Py_None;
+    PyObject *keys, *hyper, *lr, *noise = Py_None; /* borrowed from the tuple, which is held */
     int rule, has_step, maximize, has_master = 0, has_remainder = 0;
     long long codes_from = 0;
     if (!PyTuple_Check(spec)) {
@@ -110,11 +109,10 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
     }
     const fst_rule_entry *known = &fst_rules[rule];
     const unsigned key_count = (unsigned)PyTuple_Size(keys), numbers = fst_numbers_count(rule);
-    const int has_codes = codes_from != 0;
     const unsigned states = known->states + numbers;
-    if (key_count != states + (unsigned)(has_step + has_codes + has_master) ||
-        (numbers && !has_step) || codes_from < 0 || (has_codes && !known->states) ||
-        (rule == FST_FACTORED && (!has_step || has_master || has_codes)) ||
+    if (key_count != states + (unsigned)(has_step + has_master + (codes_from != 0)) ||
+        (numbers && !has_step) || codes_from < 0 || (codes_from && !known->states) ||
+        (rule == FST_FACTORED && (!has_step || has_master || codes_from)) ||
         (size_t)PyTuple_Size(hyper) != known->hyper_count) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
                      known->name, states, known->hyper_count);
