@@ -83,6 +83,16 @@ static int set_noise(fst_step_plan *self, fst_group *group, PyObject *noise, int
     return 0;
 }
 
+static int check_names(PyObject *keys)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(keys); i++)
+        if (!PyUnicode_CheckExact(PyTuple_GetItem(keys, i))) {
+            PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
+            return -1;
+        }
+    return 0;
+}
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
  * has masters, which are remainders, seed of the noise or None, has codes from so many elements on)
  * into a group that has what was read last. */
@@ -118,11 +128,8 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
                      known->name, states, known->hyper_count);
         return -1;
     }
-    for (unsigned i = 0; keys != group->keys && i < key_count; i++)
-        if (!PyUnicode_CheckExact(PyTuple_GetItem(keys, (Py_ssize_t)i))) {
-            PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
-            return -1;
-        }
+    if (keys != group->keys && check_names(keys))
+        return -1;
     for (unsigned i = 0; i < known->hyper_count; i++) {
         group->hyper[i] = PyFloat_AsDouble(PyTuple_GetItem(hyper, (Py_ssize_t)i));
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
