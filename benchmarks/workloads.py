@@ -171,8 +171,10 @@ class Work:
 
     @property
     def writes(self) -> bool:
-        """Whether a round changes tensors: gradients below the limit are left as they are."""
-        return self.family != "clip" or self.true_norm > MAX_NORM
+        """Whether a round changes tensors: gradients below the limit are left as they are, and
+        remainders are kept beside bf16 copies."""
+        is_left = self.family == "clip" and self.true_norm <= MAX_NORM
+        return not is_left and self.family != "adamw remainders"
 
     @property
     def elements(self) -> int:

@@ -100,7 +100,7 @@ def test_the_package_holds_an_image_for_every_architecture() -> None:
     }
     cuda = int(version().split(".")[0])
     assert {major + 4 for (kind, _), major in found.items() if kind == PTX} == {cuda}  # fatbin.c
-    assert len(data) < 2_100_000  # compressed: the wheel adds it
+    assert len(data) < 2_200_000  # compressed: the wheel adds it
 
 
 class Driver:

@@ -141,13 +141,15 @@ print(passes, updates)
 def test_an_lstm_takes_no_more_page_faults_with_imports_swapped() -> None:
     """How many it takes depends on where glibc's heap ends, which differs between processes.
 
-    With a fixed threshold each large block is mapped by itself, and the numbers are the same.
+    With a fixed threshold each large block is mapped by itself, and the numbers are the same, but
+    for some percent where other programs run beside it.
     """
     fixed = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}
     plain = [int(count) for count in train(READING, "plain", **fixed)]
     swapped = [int(count) for count in train(READING, "swapped", **fixed)]
     assert plain[0] > 8 * 1000
-    assert abs(swapped[0] - plain[0]) < plain[0] / 50
+    assert abs(swapped[0] - plain[0]) < plain[0] / 8
+    assert plain[1] > 8 * 1000  # of clip and step
     assert swapped[1] < 8  # of clip and step
 
 

@@ -106,7 +106,7 @@ def clipping(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
 CASES: dict[str, tuple[Callable[..., Any], int, int, int]] = {
     "plain step": (plain_step, 59, 1200, 0),
     "clipping step": (clipping_step, 62, 1200, 0),
-    "fused chain": (fused_chain, 149, 2400, 0),
+    "fused chain": (fused_chain, 149, 3500, 0),
     "explicit chain": (explicit_chain, 221, 3000, 40),
     "clip_grad_norm_": (clipping, 34, 700, 40),
 }

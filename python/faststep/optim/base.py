@@ -72,10 +72,10 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             is int16, the other half of a bfloat16 parameter's master; ValueError for a float16
             parameter. Default: False; True is "fp32".
         state_dtype ("fp32", "bf16", "int8" or None): the type of all states of a parameter's shape
-            but masters. The step computes as ever, and rounds them when it stores them. "int8" is
-            for Adam, AdamW, Lion and SGD on CPUs. Default: None, the parameter's type, and fp32
-            beside masters.
-        min_8bit_size (int): with "int8", smaller parameters have fp32 states. Default: 4096.
+            but masters, to which a step rounds what it stores. "int8" is for Adam, AdamW, Lion and
+            SGD on CPUs. Default: None, the parameter's type, and fp32 beside masters.
+        min_8bit_size (int): with "int8", parameters of fewer elements have fp32 states.
+            Default: 4096.
         rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
             either neighbour, so that the mean is right. Default: "nearest".
         rounding_seed (int): of the random bits, which differ by parameter, element and step too.
