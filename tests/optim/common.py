@@ -189,3 +189,22 @@ def assert_as_torchs(
         ends.append(params)
     for mine, its in zip(*ends, strict=True):
         assert_near(mine, its, TOLERANCE, getattr(work, "__name__", "parameter"))
+
+
+def released_and_stepped(
+    sizes: tuple[int, int], steps: int, **options: Any
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """AdamW over two equal linear layers: one has updated during backward, one by step()."""
+    model, plain = torch.nn.Linear(*sizes), torch.nn.Linear(*sizes)
+    plain.load_state_dict(model.state_dict())
+    releasing = faststep.optim.AdamW(model.parameters(), **options)
+    stepping = faststep.optim.AdamW(plain.parameters(), **options)
+    release = faststep.release_gradients(model, releasing)
+    for number in range(steps):
+        x = torch.randn(4, sizes[0], generator=generator(number))
+        for one, by in ((model, releasing), (plain, stepping)):
+            one(x).square().sum().backward()
+            by.step()
+            by.zero_grad()
+    release.remove()
+    return releasing, stepping

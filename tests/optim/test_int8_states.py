@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 import faststep
 from faststep.optim.masters import MASTER
 
+from .common import released_and_stepped
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*and so not at all"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -397,20 +399,9 @@ def test_clipping_scaling_accumulation_and_release() -> None:
         other.step()
     for mine, its in zip(*(o.param_groups[0]["params"] for o in (optimizer, other)), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
-    model, plain = nn.Linear(90, 70), nn.Linear(90, 70)
-    plain.load_state_dict(model.state_dict())
-    releasing = faststep.optim.AdamW(model.parameters(), state_dtype="int8")
-    stepping = faststep.optim.AdamW(plain.parameters(), state_dtype="int8")
-    release = faststep.release_gradients(model, releasing)
-    for number in range(4):
-        x = torch.randn(4, 90, generator=torch.Generator().manual_seed(number))
-        for one, by in ((model, releasing), (plain, stepping)):
-            one(x).square().sum().backward()
-            by.step()
-            by.zero_grad()
-    release.remove()
+    releasing, stepping = released_and_stepped((90, 70), 4, state_dtype="int8")
     assert_same(releasing, stepping)
-    assert SCALES in releasing.state[model.weight]
+    assert SCALES in releasing.state[releasing.param_groups[0]["params"][0]]
 
 
 def test_steps_that_are_like_the_one_before() -> None:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER
 
-from .test_state_dtype import KEPT, NUMBERS
+from .test_state_dtype import KEPT, NUMBERS, make, params_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 COUNTED = [name for name in KEPT if name not in ("momentum", "Lion")]
-SHAPES = ((33000,), (4, 3), (0,), (), (5, 4, 3, 3))
 NOISY: dict[str, Any] = {"state_dtype": "bf16", "rounding": "stochastic"}
 
 
@@ -68,18 +67,6 @@ def rounded(value: Tensor, noise: Tensor) -> Tensor:
 )
 def test_known_answers(counter: list[int], key: tuple[int, int], known: list[int]) -> None:
     assert philox(np.array([counter], np.uint32), key)[0].tolist() == known
-
-
-def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
-    made = torch.Generator().manual_seed(3)
-    values = [torch.randn(shape, generator=made).to(dtype) for shape in SHAPES]
-    values[-1] = values[-1].to(memory_format=torch.channels_last)
-    return [nn.Parameter(value) for value in values]
-
-
-def make(name: str, params: list[nn.Parameter], **options: Any) -> Any:
-    kind, arguments = KEPT[name]
-    return getattr(faststep.optim, kind)(params, **{**arguments, **options})
 
 
 def step(optimizer: Any, number: int) -> None:

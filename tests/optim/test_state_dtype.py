@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER
 
+from .common import released_and_stepped
 from .test_masters import CLASSES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
@@ -228,18 +229,7 @@ def test_clipping_scaling_and_release() -> None:
         faststep.clip_grad_norm_(other.param_groups[0]["params"], 0.1)
         other.step()
     assert_near(optimizer, other)
-    model, plain = nn.Linear(30, 50), nn.Linear(30, 50)
-    plain.load_state_dict(model.state_dict())
-    releasing = faststep.optim.AdamW(model.parameters(), state_dtype="bf16")
-    stepping = faststep.optim.AdamW(plain.parameters(), state_dtype="bf16")
-    release = faststep.release_gradients(model, releasing)
-    for number in range(3):
-        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(number))
-        for one, by in ((model, releasing), (plain, stepping)):
-            one(x).square().sum().backward()
-            by.step()
-            by.zero_grad()
-    release.remove()
+    releasing, stepping = released_and_stepped((30, 50), 3, state_dtype="bf16")
     assert_same(releasing, stepping)
     assert {value.dtype for _, value in shaped(releasing)} == {BF16}
 

@@ -58,8 +58,7 @@ static void describe_span(const fst_step_plan *self, const fst_counter *counter,
     span->maximize = group->maximize;
     span->wide = counter->wide;
     span->noisy = group->noisy;
-    span->noise = (fst_noise){.seed = {(uint32_t)group->seed, (uint32_t)(group->seed >> 32)},
-                              .param = counter->param};
+    span->noise = fst_group_noise(group, 0, counter->param);
     for (unsigned k = 0; k < group->number_count; k++)
         span->numbers[k] = (fst_device_number){.data = (uint64_t)(uintptr_t)numbers[k].at.data,
                                                .dtype = (int32_t)numbers[k].at.dtype,

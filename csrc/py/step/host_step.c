@@ -39,8 +39,7 @@ static int give_args(fst_step_part *part, const fst_group *group, const fst_coun
     args->clip_coefficient = coefficient;
     args->sign = group->maximize ? -1.0 : 1.0;
     args->noisy = group->noisy;
-    args->noise = (fst_noise){
-        {(uint32_t)group->seed, (uint32_t)(group->seed >> 32)}, fst_noise_step(step), c->param};
+    args->noise = fst_group_noise(group, fst_noise_step(step), c->param);
     fst_args_key *key = &part->arg_keys[part->arg_count];
     *key = (fst_args_key){.step = step, .group = c->group};
     double hyper[FST_MAX_HYPER];

@@ -28,6 +28,12 @@ typedef struct {
     double hyper[FST_MAX_HYPER];
 } fst_group;
 
+/* The key of the noise for a parameter of a group. */
+static inline fst_noise fst_group_noise(const fst_group *group, uint32_t step, uint32_t param)
+{
+    return (fst_noise){{(uint32_t)group->seed, (uint32_t)(group->seed >> 32)}, step, param};
+}
+
 /* The step counter of a parameter: a 0-d tensor in the optimizer's state, or none for rules
  * without one. On the host its type may also be one of the integer types of tensor.h. */
 typedef struct {
