@@ -60,7 +60,7 @@ static const uint16_t *noise_for(uint16_t *room, const fst_update_args *args, un
     return room + at % 8;
 }
 
-#include "cpu/codes.h"
+#include "cpu/code_strips.h"
 
 #define REAL float
 #define OTHER double

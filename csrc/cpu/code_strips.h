@@ -1,4 +1,4 @@
-/* codes.h - strips of states in 8 bits, which end with blocks. */
+/* code_strips.h - strips of states in 8 bits, which end with blocks. */
 #pragma once
 
 #include "rules/codes.h"
