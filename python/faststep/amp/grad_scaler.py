@@ -15,7 +15,7 @@ from .._torch.optim import OptState, cuda_amp_is_unavailable, has_torchs_passes
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
+from ..optim.checks import has_grads, limit_error, refuse_shards, refuse_unchecked
 from ..optim.request import ScalerRequest
 from .protocol import (
     any_found,
@@ -158,7 +158,8 @@ class GradScaler(UnscalingScaler):
             ValueError: float16 gradients, where they must be unscaled before the step; a `max_norm`
                 that is negative or NaN.
         """
-        check_limit("max_norm", max_norm)
+        if max_norm is not None and not max_norm >= 0.0:
+            raise limit_error("max_norm", max_norm)
         fused = hasattr(type(optimizer), "_asked")  # faststep's, sharded or not
         if max_norm is not None and not fused:
             self._clip_before_step(optimizer, max_norm, args, kwargs)

@@ -158,10 +158,13 @@ class Stepper:
             return dict.fromkeys(self.devices, _NO_SCALARS)
         scalars = {}
         for device in self.devices:
-            flag = None if request.found_inf is None else on_device(request.found_inf, device)
+            scale, flag = request.grad_scale, request.found_inf
+            if scale is not None and (device != HOST or not scale.is_cpu):
+                scale = on_device(scale, device)
+            if flag is not None and (device != HOST or not flag.is_cpu):
+                flag = on_device(flag, device)
             if apart and (flag is None or request.looks_for_inf):
                 flag = new_scalar(device, torch.float32)
-            scale = None if request.grad_scale is None else on_device(request.grad_scale, device)
             norm = None
             if apart:
                 norm = new_scalar(device, torch.float64)
