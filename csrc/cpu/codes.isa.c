@@ -16,13 +16,14 @@ enum { STRIP_BLOCKS = FST_CODES_STRIP / FST_BLOCK };
             for (size_t i = 0; i < FST_BLOCK; i++)                                              \
                 to[i] = fst_of_##kind(codes[i], factors[b]);                                    \
     }                                                                                           \
-    __attribute__((noinline)) static void fst_loop_##kind##_sizes(                              \
-        size_t blocks, uint32_t *restrict largest, const float *restrict from)                  \
+    __attribute__((noinline)) static void fst_loop_##kind##_terms(                              \
+        size_t blocks, uint32_t *restrict largest, float *restrict x)                           \
     {                                                                                           \
-        for (size_t b = 0; b < blocks; b++, from += FST_BLOCK) {                                \
+        for (size_t b = 0; b < blocks; b++, x += FST_BLOCK) {                                   \
             uint32_t most = 0;                                                                  \
             for (size_t i = 0; i < FST_BLOCK; i++) {                                            \
-                const uint32_t size = fst_##kind##_size(from[i]);                               \
+                x[i] = fst_##kind##_term(x[i]);                                                 \
+                const uint32_t size = fst_##kind##_size(x[i]);                                  \
                 most = size > most ? size : most;                                               \
             }                                                                                   \
             largest[b] = most;                                                                  \
@@ -47,7 +48,7 @@ enum { STRIP_BLOCKS = FST_CODES_STRIP / FST_BLOCK };
     {                                                                                           \
         uint32_t largest[STRIP_BLOCKS];                                                         \
         float divisors[STRIP_BLOCKS] = {0};                                                     \
-        fst_loop_##kind##_sizes(blocks, largest, from);                                         \
+        fst_loop_##kind##_terms(blocks, largest, from);                                         \
         for (size_t b = 0; b < blocks; b++) {                                                   \
             scales[b] = fst_##kind##_scale(largest[b]);                                         \
             divisors[b] = fst_##kind##_divisor(fst_bf16_to_f32(scales[b]));                     \

@@ -6,21 +6,20 @@
  *
  * A scale is the largest magnitude of its block, rounded up but for FST_SLACK, by which a number
  * may come back larger. A block of zeros, or of numbers under 2^-126, has the scale 0. One with a
- * NaN, or with a number above FST_MOST, has the scale NaN and codes of 0: all of it becomes NaN.
+ * NaN, or with a number above 2^126, has the scale NaN and codes of 0: all of it becomes NaN.
  *
  * Signed codes are a soft sign: q = 254 x / (s + |x|), to the nearest even, and x = s q / (254 -
  * |q|). Codes of numbers that are not negative are those of the root: q = 255 sqrt(x) / s, at least
- * 1 where x > 0, and x = (s q / 255)^2, where s is the root of the largest, rounded up.
- *
- * Quotients are products with an inverse, as a step is bound by its divisions otherwise. */
+ * 1 where x > 0, and x = (s q / 255)^2, where s is the root of the largest, rounded up. */
 #pragma once
 
 #include "base/portable.h"
 #include "base/work.h"
 
 enum { FST_BLOCK = 64, FST_SCALE_NAN = 0x7FC0 };
-#define FST_MOST 0x7E800000u /* the bits of 2^126 */
-#define FST_SLACK 16u        /* units in the last place of a float */
+#define FST_MOST 0x7E800000u      /* the bits of 2^126 */
+#define FST_MOST_ROOT 0x5F000000u /* of its root */
+#define FST_SLACK 16u             /* units in the last place of a float */
 
 /* What a length of rows does to the blocks; 0: nothing, as those under a block and those that are
  * whole blocks. */
@@ -68,16 +67,27 @@ FST_FN fst_segment fst_segment_at(int64_t element, uint32_t row)
     return found;
 }
 
-/* The bits of a number that are compared to find the largest: NaN is the largest of all, and so is
- * a negative number where there should be none. */
-FST_FN uint32_t fst_signed_size(float x)
+/* What the formulas below take of a number, its term: itself, or its root. */
+FST_FN float fst_signed_term(float x)
 {
-    return fst_bits_of_f32(x) & 0x7FFFFFFFu;
+    return x;
 }
 
-FST_FN uint32_t fst_root_size(float x)
+FST_FN float fst_root_term(float x)
 {
-    return fst_bits_of_f32(x);
+    return sqrtf(x);
+}
+
+/* The bits of a term that are compared to find the largest: NaN is the largest of all, and so is
+ * a negative number where there should be none. */
+FST_FN uint32_t fst_signed_size(float term)
+{
+    return fst_bits_of_f32(term) & 0x7FFFFFFFu;
+}
+
+FST_FN uint32_t fst_root_size(float term)
+{
+    return fst_bits_of_f32(term);
 }
 
 FST_FN uint16_t fst_rounded_up(uint32_t size)
@@ -88,19 +98,19 @@ FST_FN uint16_t fst_rounded_up(uint32_t size)
 
 FST_FN uint16_t fst_signed_scale(uint32_t largest)
 {
-    return largest > FST_MOST ? FST_SCALE_NAN : fst_rounded_up(largest);
+    return (uint16_t)(largest > FST_MOST ? FST_SCALE_NAN : fst_rounded_up(largest));
 }
 
 FST_FN uint16_t fst_root_scale(uint32_t largest)
 {
-    const float root = sqrtf(fst_f32_of_bits(largest));
-    return largest > FST_MOST ? FST_SCALE_NAN : fst_rounded_up(fst_bits_of_f32(root));
+    return (uint16_t)(largest > FST_MOST_ROOT ? FST_SCALE_NAN : fst_rounded_up(largest));
 }
 
-/* What the formulas below take in place of the scale: from codes, and to codes. */
+/* What the formulas take in place of the scale: from codes, and to codes, which are 0 where it is
+ * 0. */
 FST_FN float fst_signed_factor(float scale)
 {
-    return scale * (1.0f / 127.0f);
+    return scale;
 }
 
 FST_FN float fst_root_factor(float scale)
@@ -110,7 +120,7 @@ FST_FN float fst_root_factor(float scale)
 
 FST_FN float fst_signed_divisor(float scale)
 {
-    return scale > 0.0f ? 1.0f / scale : 0.0f;
+    return scale > 0.0f ? scale : (float)INFINITY;
 }
 
 FST_FN float fst_root_divisor(float scale)
@@ -118,20 +128,10 @@ FST_FN float fst_root_divisor(float scale)
     return scale > 0.0f ? 255.0f / scale : 0.0f;
 }
 
-/* 1 / x for an x of 1 to 2, to one part in 9801: less than a hundredth of what separates two codes.
- * The polynomial is the best of its degree: x times it differs from 1 by T(3 - 2 x) / T(3),
- * Chebyshev's third, of which T(3) is 99. Newton's step squares that. */
-FST_FN float fst_inverse(float x)
-{
-    const float line = (float)(32.0 / 99.0) * x - (float)(144.0 / 99.0);
-    const float near = line * x + (float)(210.0 / 99.0);
-    return near * (2.0f - x * near);
-}
-
 FST_FN float fst_of_signed(uint8_t code, float factor)
 {
     const float q = (float)(int8_t)code;
-    return factor * (q * fst_inverse(2.0f - fabsf(q) * (1.0f / 127.0f)));
+    return factor * (q / (254.0f - fabsf(q)));
 }
 
 FST_FN float fst_of_root(uint8_t code, float factor)
@@ -146,14 +146,13 @@ FST_FN uint8_t fst_nearest(float x)
     return (uint8_t)fst_bits_of_f32(x + 12582912.0f);
 }
 
-FST_FN uint8_t fst_to_signed(float x, float divisor)
+FST_FN uint8_t fst_to_signed(float term, float divisor)
 {
-    const float part = x * divisor;
-    return fst_nearest(part * fst_inverse(1.0f + fabsf(part)) * 254.0f);
+    return fst_nearest(term / (divisor + fabsf(term)) * 254.0f);
 }
 
-FST_FN uint8_t fst_to_root(float x, float divisor)
+FST_FN uint8_t fst_to_root(float term, float divisor)
 {
-    const float code = sqrtf(x) * divisor, least = x > 0.0f ? 1.0f : 0.0f;
+    const float code = term * divisor, least = term > 0.0f ? 1.0f : 0.0f;
     return fst_nearest(code > least ? code : least);
 }

@@ -90,12 +90,6 @@ def scale_of(block: Tensor) -> Tensor:
     return up if largest <= 2.0**126 else torch.tensor(torch.nan)
 
 
-def inverse(x: Tensor) -> Tensor:
-    """1 / x by the format's products."""
-    near = (x * (32 / 99) - 144 / 99) * x + 210 / 99
-    return near * (2 - x * near)
-
-
 def convert(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A state's codes and scales; its values become those that the codes stand for."""
     numbers, codes = in_memory(value), torch.empty_like(value, dtype=dtype)
@@ -105,15 +99,11 @@ def convert(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = numbers[begin:end]
         is_known = dtype is SIGNED or bool(scale_of(x).isnan())
         scale = scale_of(x) if is_known else scale_of(x.sqrt())
-        whole = torch.tensor(1.0 if dtype is SIGNED else 255.0)
-        divisor = whole / scale if scale > 0 else torch.tensor(0.0)
         if dtype is SIGNED:
-            part = x * divisor
-            q = (part * inverse(1 + part.abs()) * 254).round()
-            assert (q - x / (scale + x.abs()) * 254).abs().nan_to_num().max() < 0.514
-            back = scale * torch.tensor(1 / 127) * (q * inverse(2 - q.abs() * (1 / 127)))
-            torch.testing.assert_close(back, scale * q / (254 - q.abs()), rtol=1.03e-4, atol=0)
+            q = (x / ((scale if scale > 0 else torch.inf) + x.abs()) * 254).round()
+            back = scale * (q / (254 - q.abs()))
         else:
+            divisor = torch.tensor(255.0) / scale if scale > 0 else torch.tensor(0.0)
             q = (x.sqrt() * divisor).round()
             q = torch.where((x > 0) & (q < 1), 1.0, q)
             back = (q * (scale * torch.tensor(1 / 255))).square()

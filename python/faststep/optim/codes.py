@@ -134,28 +134,18 @@ def _shaped(table: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def _inverse(x: Tensor) -> Tensor:
-    """1 / x by the products of the format."""
-    near = (x * (32 / 99) - 144 / 99) * x + 210 / 99
-    return near * (2.0 - x * near)
-
-
 def _encode(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The codes of a tensor without gaps, and their scales."""
     table, is_signed = _table(value), dtype is torch.int8
-    table = table if is_signed else torch.where(table < 0, torch.nan, table)
-    largest = table.abs().amax(1, keepdim=True)
-    size = largest if is_signed else largest.sqrt()
-    up = (size.view(torch.int32) + (0xFFFF - _SLACK)).bitwise_and_(-0x10000).view(torch.float32)
-    scales = torch.where(largest <= _MOST, torch.where(up < _LEAST, 0.0, up), torch.nan)
-    whole = torch.full_like(scales, 1.0 if is_signed else 255.0)
-    divisor = torch.where(scales > 0, whole / scales, 0.0)
+    terms = table if is_signed else table.sqrt()
+    largest, most = terms.abs().amax(1, keepdim=True), _MOST if is_signed else _MOST**0.5
+    up = (largest.view(torch.int32) + (0xFFFF - _SLACK)).bitwise_and_(-0x10000).view(torch.float32)
+    scales = torch.where(largest <= most, torch.where(up < _LEAST, 0.0, up), torch.nan)
     if is_signed:
-        part = table * divisor
-        numbers = part * _inverse(1.0 + part.abs()) * 254.0
+        numbers = terms / (torch.where(scales > 0, scales, torch.inf) + terms.abs()) * 254.0
     else:
-        numbers = table.sqrt() * divisor
-        numbers = torch.where(table > 0, numbers.clamp(min=1.0), numbers)
+        numbers = terms * torch.where(scales > 0, torch.full_like(scales, 255.0) / scales, 0.0)
+        numbers = torch.where(terms > 0, numbers.clamp(min=1.0), numbers)
     codes = torch.where(scales.isnan(), 0.0, numbers).round().to(dtype)
     return _shaped(codes, value), scales.view(-1).to(torch.bfloat16)
 
@@ -163,7 +153,7 @@ def _encode(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _decode(codes: Tensor, scales: Tensor) -> Tensor:
     table, scale = _table(codes).float(), scales.float().view(-1, 1)
     if codes.dtype is torch.int8:
-        numbers = scale * (1 / 127) * (table * _inverse(2.0 - table.abs() * (1 / 127)))
+        numbers = scale * (table / (254.0 - table.abs()))
     else:
         numbers = (table * (scale * (1 / 255))).square()
     return _shaped(numbers, codes)
