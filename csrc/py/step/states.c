@@ -252,6 +252,12 @@ static int is_left_out(const fst_group *group, const fst_param *param, int keeps
            (which == SCALES && !has_codes(group, param));
 }
 
+/* Whether a state of the parameter's shape may have such a type. */
+static int is_for_states(const fst_view *view, int codes)
+{
+    return view->dtype < FST_DTYPE_COUNT || (codes && fst_is_code(view->dtype));
+}
+
 /* Reads a state of the parameter's shape, which may be in codes. Returns 0, or -1 with `problem`
  * filled: it is none, or a master of another type than the group's. */
 static int view_state(const fst_binding *at, const fst_param *param, PyObject *value, int is_master,
@@ -261,13 +267,11 @@ static int view_state(const fst_binding *at, const fst_param *param, PyObject *v
     const int halves = is_master && group->has_remainder;
     const int codes = !is_master && has_codes(group, param);
     const int wanted = halves ? FST_I16 : FST_F32;
-    const int bad = halves || codes ? fst_tensor_counter(&at->module->tensors, value, view, problem)
-                                    : fst_tensor_view(&at->module->tensors, value, view, problem);
-    if (bad)
-        return bad;
-    if (codes && view->dtype >= FST_DTYPE_COUNT && !fst_is_code(view->dtype))
-        return fst_problem_set(problem, "dtype",
-                               "is not of type float32, float64, bfloat16, float16, int8 or uint8");
+    if (fst_tensor_counter(&at->module->tensors, value, view, problem))
+        return -1;
+    if (!halves && !is_for_states(view, codes))
+        return fst_problem_set(problem, "dtype", "is not of type float32, float64, bfloat16%s",
+                               codes ? ", float16, int8 or uint8" : " or float16");
     if (!is_master || ((int)view->dtype == wanted && !(halves && view->negated)))
         return 0;
     return fst_problem_set(problem, "dtype", "is not of type %s", halves ? "int16" : "float32");

@@ -34,7 +34,8 @@ static int dtype_of(fst_dl_dtype type, int counter)
         {FST_DL_FLOAT, 64, FST_F64}, {FST_DL_INT, 64, FST_I64},     {FST_DL_INT, 32, FST_I32},
         {FST_DL_INT, 16, FST_I16},   {FST_DL_INT, 8, FST_I8},       {FST_DL_UINT, 8, FST_U8},
     };
-    for (int i = 0; type.lanes == 1 && i < (counter ? 9 : 4); i++)
+    const size_t count = counter ? sizeof known / sizeof *known : FST_DTYPE_COUNT;
+    for (size_t i = 0; type.lanes == 1 && i < count; i++)
         if (known[i].code == type.code && known[i].bits == type.bits)
             return known[i].dtype;
     return -1;

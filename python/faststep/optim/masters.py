@@ -73,7 +73,8 @@ def state_dtype_of(name: object) -> torch.dtype | None:
     """What an optimizer's option of that name asks for; ValueError for another one."""
     if name is None or (isinstance(name, str) and name in _DTYPES):
         return None if name is None else _DTYPES[name]
-    raise ValueError(f'state_dtype must be None, "fp32", "bf16" or "int8", not {name!r}')
+    *names, last = (f'"{known}"' for known in _DTYPES)
+    raise ValueError(f"state_dtype must be {', '.join(['None', *names])} or {last}, not {name!r}")
 
 
 def codes_from(kind: str, takes_codes: bool, smallest: object) -> int:

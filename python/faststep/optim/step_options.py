@@ -15,6 +15,8 @@ from .checks import OPTIONS, check_limit
 from .masters import codes_from, has_remainders, keeps_masters, seed_of, state_dtype_of
 from .wrapped import PassesOn
 
+StateDtype = Literal["fp32", "bf16", "int8"]
+
 
 class Arguments(TypedDict, total=False):
     """Those after `params`: torch's and seven of faststep, with their lines in docstrings.
@@ -68,7 +70,7 @@ class Arguments(TypedDict, total=False):
         "other 16 bits of its master beside it.",
     ]
     state_dtype: Annotated[
-        Literal["fp32", "bf16", "int8"] | None,
+        StateDtype | None,
         '("fp32", "bf16", "int8" or None): the type of all states of a parameter\'s shape but '
         'masters, rounded to the nearest; "int8" is for Adam, AdamW, Lion and SGD on CPUs. None is '
         "torch's, that of the parameter, and float32 beside masters.",
@@ -111,7 +113,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32", "remainder16"] = False,
-        state_dtype: Literal["fp32", "bf16", "int8"] | None = None,
+        state_dtype: StateDtype | None = None,
         min_8bit_size: int = 4096,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         rounding_seed: int = 0,
