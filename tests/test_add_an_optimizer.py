@@ -1,4 +1,4 @@
-"""Follows "Add an optimizer" of CONTRIBUTING.md in a copy of the tree."""
+"""Follows "Add an optimizer" and "Add a state format" of CONTRIBUTING.md in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
-SCRIPT = """
+SIGNSGD = """
 import torch
 from faststep.optim.signsgd import SignSGD
 
@@ -23,6 +25,42 @@ assert param.tolist() == [1.5, 2.0, 2.5], param
 meta = torch.nn.Parameter(torch.ones(3, device="meta"))
 meta.grad = torch.ones(3, device="meta")
 SignSGD([meta], lr=0.5).step()
+"""
+FP8 = """
+import io
+import torch
+from faststep.optim import AdamW
+
+
+def made():
+    param = torch.nn.Parameter(torch.ones(3, 5))
+    return param, AdamW([param], betas=(0.9, 0.9), state_dtype="fp8", max_grad_norm=1.0)
+
+
+def step(param, optimizer):
+    param.grad = torch.linspace(-1, 1, 15).view(3, 5)
+    optimizer.step()
+
+
+both = made()
+step(*both)
+torch.save([both[0].detach(), both[1].state_dict()], file := io.BytesIO())
+file.seek(0)
+loaded, (values, states) = made(), torch.load(file)
+loaded[0].data = values
+loaded[1].load_state_dict(states)
+for param, optimizer in (both, loaded):
+    step(param, optimizer)
+    assert optimizer.state[param]["exp_avg"].dtype is torch.float8_e5m2
+assert torch.equal(both[0], loaded[0])
+state = loaded[1].state[loaded[0]]
+state["step"] = state["step"].to(torch.float8_e5m2)
+try:
+    step(*loaded)
+except RuntimeError as error:
+    assert "is not a one-element tensor of type" in str(error)
+else:
+    raise AssertionError("it has counted in fp8")
 """
 # Of the tests over optimizers; all would take a minute.
 SOME = "SignSGD and (test_step and float32-contiguous or test_amp or inference)"
@@ -48,40 +86,88 @@ def replace(path: Path, pattern: str, new: str, times: int) -> None:
     path.write_text(text)
 
 
-def test_the_walk_through_works(tmp_path: Path) -> None:
+def change(root: Path, text: str) -> None:
+    """Make the changes of a diff, whose old lines are in their file once."""
+    for part in text.split("--- ")[1:]:
+        name, *hunks = part.split("\n@@\n")
+        path = root / name
+        for hunk in hunks:
+            lines = hunk.rstrip("\n").split("\n")
+            old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+            new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+            source = path.read_text()
+            assert source.count(old) == 1, f"{name} has not once:\n{old}"
+            path.write_text(source.replace(old, new))
+
+
+def section(title: str) -> str:
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    text = page.split("\n## Add an optimizer\n")[1].split("\n## ")[0]
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def add_an_optimizer(root: Path) -> None:
+    text = section("Add an optimizer")
     rule, python, reference, declaration = (
         textwrap.dedent(code)
         for code in re.findall(r" ```(?:c|python)\n(.*?) ```", text, re.DOTALL)
     )
     row = re.search(r"`(RULE\(signsgd,.*?\))`", text)
     assert row
-    copy_tree(tmp_path)
-    rules, optim = tmp_path / "csrc" / "rules", tmp_path / "python" / "faststep" / "optim"
+    rules, optim = root / "csrc" / "rules", root / "python" / "faststep" / "optim"
     (rules / "signsgd.h").write_text(rule)
     append(rules / "each.h", '#include "rules/signsgd.h"\n')
     append(rules / "rules.def", row[1] + "\n")
     (optim / "signsgd.py").write_text(python)
     append(optim / "__init__.py", "from .signsgd import SignSGD\n\n__all__ += ['SignSGD']\n")
-    tests = tmp_path / "tests" / "optim"
+    tests = root / "tests" / "optim"
     append(tests / "references.py", "\n\n" + reference)
     all_of_them = r"^ALL = \((.*)\)$"
     replace(tests / "declarations.py", all_of_them, rf"{declaration}\nALL = (\1, SIGNSGD)", 1)
-    flags = tmp_path / "csrc" / "compile.flags"
-    replace(flags, "-O3", "-O0", 1)  # to optimize takes most of the time
+
+
+def add_a_state_format(root: Path) -> None:
+    text = section("Add a state format")
+    [diff] = re.findall(r" ```diff\n(.*?) ```", text, re.DOTALL)
+    change(root, textwrap.dedent(diff))
+    row = re.search(r"`(\"fp8\": torch\.\w+)`", text)
+    assert row
+    tests = root / "tests" / "optim" / "test_state_dtype.py"
+    replace(tests, r'^NARROW = \{("bf16": BF16)\}', rf"NARROW = {{\1, {row[1]}}}", 1)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree with both, compiled."""
+    root = tmp_path_factory.mktemp("tree")
+    copy_tree(root)
+    add_an_optimizer(root)
+    add_a_state_format(root)
+    replace(root / "csrc" / "compile.flags", "-O3", "-O0", 1)  # to optimize takes most of the time
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    cpu_only = {**os.environ, "FASTSTEP_CUDA": "0"}
-    subprocess.run(build, cwd=tmp_path, check=True, timeout=300, env=cpu_only)
-    subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path / "python", check=True, timeout=120)
+    cpu_only = {**os.environ, "FASTSTEP_CUDA": "0", "FASTSTEP_WERROR": "1"}
+    subprocess.run(build, cwd=root, check=True, timeout=300, env=cpu_only)
+    return root
+
+
+def run(tree: Path, script: str, *tests: str) -> int:
+    """Run a script, and tests, of which it returns how many passed."""
+    subprocess.run([sys.executable, "-c", script], cwd=tree / "python", check=True, timeout=120)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SOME, "tests/optim"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "python"), "FASTSTEP_EVERY": "1"},
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree / "python"), "FASTSTEP_EVERY": "1"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+    return int(re.findall(r"(\d+) passed", done.stdout)[0])
+
+
+def test_the_optimizer_steps_as_its_reference(tree: Path) -> None:
+    assert run(tree, SIGNSGD, "-k", SOME, "tests/optim") > 20
+
+
+def test_the_state_format_rounds_as_torch(tree: Path) -> None:
+    assert run(tree, FP8, "-k", "fp8", "tests/optim/test_state_dtype.py") == 60

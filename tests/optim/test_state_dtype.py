@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = {"fp32": F32, "bf16": BF16}
+NARROW = {"bf16": BF16}  # to which a step rounds each element by itself
 SHAPES = ((33000,), (4, 3), (0,), (), (5, 4, 3, 3))
 EXACT = {"Adagrad": {"initial_accumulator_value": 0.125}, "Rprop": {"lr": 0.0078125}}
 KEPT = {  # SGD has no state; those of others begin with a number of 16 bits
@@ -83,17 +84,21 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("state_dtype", NARROW)
 @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=str)
-def test_the_step_is_that_of_rounded_states(name: str, dtype: torch.dtype) -> None:
+def test_the_step_is_that_of_rounded_states(
+    name: str, state_dtype: str, dtype: torch.dtype
+) -> None:
     """Computed as ever, from what was stored; states of 16 bits beside the same parameters."""
-    optimizer = make(name, params_of(dtype), state_dtype="bf16")
+    narrow = NARROW[state_dtype]
+    optimizer = make(name, params_of(dtype), state_dtype=state_dtype)
     twin = make(name, params_of(dtype), state_dtype=None if dtype in (F32, F64) else "fp32")
     for number in range(4):
         step(optimizer, number)
         step(twin, number)
-        round_states(twin, BF16)
+        round_states(twin, narrow)
         assert_same(optimizer, twin)
-    assert {value.dtype for _, value in shaped(optimizer)} == {BF16}
+    assert {value.dtype for _, value in shaped(optimizer)} == {narrow}
     wide = {value.dtype for _, value in shaped(twin)}
     assert wide == {dtype if dtype in (F32, F64) else F32}
     for param in optimizer.param_groups[0]["params"]:
@@ -103,17 +108,19 @@ def test_the_step_is_that_of_rounded_states(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_beside_masters(name: str) -> None:
+@pytest.mark.parametrize("state_dtype", NARROW)
+def test_beside_masters(name: str, state_dtype: str) -> None:
     """Masters stay fp32."""
-    optimizer = make(name, params_of(BF16), master_weights=True, state_dtype="bf16")
+    narrow = NARROW[state_dtype]
+    optimizer = make(name, params_of(BF16), master_weights=True, state_dtype=state_dtype)
     twin = make(name, params_of(BF16), master_weights=True)
     for number in range(3):
         step(optimizer, number)
         step(twin, number)
-        round_states(twin, BF16)
+        round_states(twin, narrow)
         assert_same(optimizer, twin)
     found = {(key == MASTER, value.dtype) for key, value in shaped(optimizer)}
-    assert found == {(True, F32), (False, BF16)}
+    assert found == {(True, F32), (False, narrow)}
 
 
 @pytest.mark.parametrize("name", KEPT)
