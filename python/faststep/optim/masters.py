@@ -222,7 +222,9 @@ def _begin_own(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: T
             master = optimizer._zeros.like(master).copy_(master)
     made = {}
     if any(state.get(key) is None for key in own_keys(rule, param)):
-        wide = param.detach().float() if optimizer._has_remainders else master
+        wide = master  # only its kind counts
+        if optimizer._has_remainders:
+            wide = torch.empty_like(param, dtype=torch.float32)
         try:  # those of an fp32 parameter
             optimizer._new_state(group, wide)
             made = optimizer.state[wide]
