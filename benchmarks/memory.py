@@ -80,7 +80,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[[], Tensor]]]] = {
 }
 
 
-def _resident() -> int:
+def resident() -> int:
     """The peak of this program; getrusage would count what was there before it was executed."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -116,11 +116,11 @@ def one(model_name: str, mode: str) -> Peak:
     """Of this process."""
     torch.manual_seed(0)
     train(*tiny(), mode)  # libraries and thread pools
-    before = _resident()
+    before = resident()
     model, loss = MODELS[model_name]()
     sizes = [param.nbytes for param in model.parameters()]
     train(model, loss, mode)
-    return Peak(_resident() - before, sum(sizes), sum(sizes), max(sizes))
+    return Peak(resident() - before, sum(sizes), sum(sizes), max(sizes))
 
 
 def measured(model_name: str, mode: str) -> Peak:
