@@ -414,6 +414,33 @@ def test_ddp_reduces_in_lower_precision(rank: int, world: int) -> None:
         low_precision_weights(ddp, optimizer)
 
 
+@on_ranks(1)
+def test_shards_take_the_masters_over(rank: int, world: int) -> None:
+    model, optimizer = begin("GPT")
+    low_precision_weights(model, optimizer)
+    before = wide(model, optimizer)
+    sharded = faststep.zero.shard(model, optimizer)
+    for group in sharded.param_groups:
+        group.update(lr=0.0)
+    train(model, sharded, token_batches(), 1)
+    states = sharded.state_dict()["state"]
+    for place, (name, param) in enumerate(model.named_parameters()):
+        value = states[place].get(MASTER, param).detach()
+        assert torch.equal(value.view(param.shape), before[name]), name
+
+
+def test_released_gradients_have_the_bits() -> None:
+    losses = []
+    for releases in (False, True):
+        model, optimizer = begin("GPT")
+        low_precision_weights(model, optimizer)
+        release = faststep.release_gradients(model, optimizer) if releases else None
+        losses.append(train(model, optimizer, token_batches()))
+        if release is not None:
+            release.remove()
+    assert losses[0] == losses[1]
+
+
 def linear(**options: Any) -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(4, 4))
     return model, faststep.optim.AdamW(model.parameters(), **options)
