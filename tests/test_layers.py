@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "clip": {*TORCH, "_devices", "grads"},
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
     "accumulation": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
-    "zero": {*TORCH, "_devices", "clip", "grads", "optim"},
+    "zero": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}

@@ -12,11 +12,20 @@ from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
 from ..optim.masters import has_remainders, keeps_masters, refuse_codes
 from .build import build
+from .deepspeed import Loop, from_deepspeed_config
 from .engine import Options
 from .estimate import Estimate, StageMemory, estimate
 from .optimizer import ShardedOptimizer
 
-__all__ = ["Estimate", "ShardedOptimizer", "StageMemory", "estimate", "shard"]
+__all__ = [
+    "Estimate",
+    "Loop",
+    "ShardedOptimizer",
+    "StageMemory",
+    "estimate",
+    "from_deepspeed_config",
+    "shard",
+]
 
 
 def shard(

@@ -54,6 +54,8 @@ class ShardedOptimizer(PassesOn, StateDicts, Joinable):
 
     _step_supports_amp_scaling = True  # a scaler leaves the gradients to the step
     blocks: tuple[str, ...] = ()  # stage 3: the modules that were sharded before the rest
+    not_honoured: tuple[str, ...] = ()  # keys of a configuration of DeepSpeed
+    loop: Any = None  # what that leaves to the script
     _max_grad_norm: float | None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
     _has_joined = False  # in Join: whether this rank has no more data
