@@ -83,7 +83,8 @@ MAY_IMPORT = {
         *("optim", "zero"),
     },
     "doctor": {*TORCH, "memory", "run"},
-    "cli": {*TORCH, "faststep", "data", "doctor", "run"},
+    "sizing": {*TORCH, "optim", "zero"},
+    "cli": {*TORCH, "faststep", "data", "doctor", "run", "sizing", "zero"},
     "__main__": {"cli"},
 }
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

@@ -16,11 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from faststep import optim, zero
+from faststep._torch.fake import NoMemory
 from faststep.cli.scripts.gpt import GPT, GPTConfig
+from faststep.sizing import dry_run, formats_of
+from faststep.zero.estimate import Layout, count
 from ranks import Job, results_of
 
 MODEL = GPTConfig(layers=8, heads=4, width=320, context=64, vocabulary=2048)  # 11M parameters
 OTHER = 1_500_000  # bytes of Python, torch and gloo
+BATCH = (16, 65)  # whose activations take as much as parameters
 
 
 def memory(field: str) -> int:
@@ -45,9 +49,14 @@ class Found(NamedTuple):
 
 
 def _measured(
-    rank: int, world: int, config: GPTConfig, low: bool, options: dict[str, Any]
+    rank: int,
+    world: int,
+    config: GPTConfig,
+    low: bool,
+    options: dict[str, Any],
+    shape: tuple[int, int] = (1, 3),
 ) -> Found:
-    """Trains with two tokens, so that there are hardly any activations."""
+    """Trains with two tokens, so that there are hardly any activations, or with more."""
     big_blocks_go_back = ctypes.CDLL(None).mallopt(-3, 2**15)
     assert big_blocks_go_back
     before, model, optimizer = 0, None, None
@@ -57,7 +66,7 @@ def _measured(
         torch.manual_seed(0)
         model = GPT(config).to(torch.bfloat16 if low else torch.float32)
         optimizer = zero.shard(model, optim.AdamW(model.parameters()), **options)
-        tokens = torch.randint(config.vocabulary, (1, 3))
+        tokens = torch.randint(config.vocabulary, shape)
         for step in range(last + 1):
             if step == last:
                 Path("/proc/self/clear_refs").write_text("5")
@@ -84,7 +93,7 @@ def found() -> dict[str, list[Found]]:
         Job(name, world, _measured, (MODEL, low, options))
         for name, (world, low, options) in CASES.items()
     ]
-    return results_of(jobs)
+    return results_of([*jobs, Job("batch", 2, _measured, (MODEL, False, {"stage": 2}, BATCH))])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells resident memory")
@@ -102,6 +111,21 @@ def test_it_is_what_ranks_measure(case: str, found: dict[str, list[Found]]) -> N
     assert abs(counted.between - between) < 0.05 * between + OTHER, said
     assert counted.peak > 0.95 * peak - OTHER, said
     assert counted.peak < 1.25 * peak, said  # messages that arrive early take less
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells resident memory")
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+def test_a_peak_with_activations(found: dict[str, list[Found]]) -> None:
+    """benchmarks/planned.py measures larger models at all stages."""
+    with NoMemory():
+        model, tokens = GPT(MODEL), torch.zeros(BATCH, dtype=torch.int64)
+        run = dry_run(model, lambda: model(tokens[:, :-1], tokens[:, 1:]))
+    (kept, *_) = formats_of("AdamW", [torch.float32])
+    layout = Layout(2, 2, 25 * 2**20, False, False, run.live, run.forward)
+    counted = count(model, kept.bytes, layout)
+    assert counted.activations > 0.5 * counted.parameters
+    peak = max(one.peak for one in found["batch"])
+    assert counted.peak == pytest.approx(peak, rel=0.1), f"{peak / 1e6:.1f} MB: {counted}"
 
 
 def test_the_table() -> None:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C, 141 if the reader of the output has gone (``| head``). Wrong arguments
         exit with argparse's status 2.
     """
-    from . import consolidate, convert, demo, doctor, info, run
+    from . import consolidate, convert, demo, doctor, info, plan, run
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:  # what ends the program that it runs is not reported here
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help=run.HELP)
     commands.add_parser("doctor", help=doctor.HELP)
-    for module in (info, demo, convert, consolidate):
+    for module in (info, demo, convert, consolidate, plan):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)

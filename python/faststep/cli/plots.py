@@ -65,13 +65,18 @@ def plot_path(arguments: argparse.Namespace, name: str) -> Path | None:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"the plot's folder cannot be made: {error}") from error
+    need_matplotlib("pass --no-plot")
+    return output
+
+
+def need_matplotlib(otherwise: str) -> None:
+    """Raise CommandError if a plot cannot be drawn, which says what to do instead."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise CommandError(
-            'the plot needs matplotlib: pip install "faststep[demo]", or pass --no-plot'
+            f'the plot needs matplotlib: pip install "faststep[demo]", or {otherwise}'
         ) from error
-    return output
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for, refuse_codes
 from .admitted import fused_class_of
 from .hooks.reducer import MOST_UNDER_WAY
 from .layout.cuts import Bucket, flats_of, make_buckets
 from .stage3.blocks import blocks_of
+
+PROBE = 2**14  # elements; enough for states in codes
+MANY = 64  # ranks; of more some are looked at
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,14 @@ class StageMemory:
         states: of the optimizer, with its fp32 masters.
         messages: what backward needs beside these at its peak: gradients, buckets that are filled
             or sent, slices that arrive; at stage 3 gathered parameters.
+        activations: what a dry run of forward and backward adds to that; `python -m faststep plan`.
     """
 
     parameters: int
     gradients: int
     states: int
     messages: int
+    activations: int = 0
 
     @property
     def between(self) -> int:
@@ -42,8 +48,8 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """At the peak of backward, without activations."""
-        return self.between + self.messages
+        """At the peak of backward."""
+        return self.between + self.messages + self.activations
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,33 @@ class Estimate:
         return "\n".join(lines)
 
 
-class _States(NamedTuple):
+class States(NamedTuple):
     """Bytes of an optimizer's states."""
 
-    per_element: int
+    per_element: float
     per_tensor: int  # counters of steps
 
     def of(self, count: int) -> int:
-        return count * self.per_element + self.per_tensor
+        return round(count * self.per_element) + self.per_tensor
+
+
+class Layout(NamedTuple):
+    """How a model is spread over ranks.
+
+    Args:
+        stage: 0 is DistributedDataParallel with `gradient_as_bucket_view=True`.
+        live: bytes of activations, and of that gradient, while a parameter's gradient is made, by
+            the parameter's `id`; without it only the gradient.
+        forward: bytes of activations at most before the first gradient.
+    """
+
+    ranks: int
+    stage: int
+    bucket_bytes: float
+    keeps_masters: bool
+    on_cuda: bool
+    live: Mapping[int, int] | None = None
+    forward: int = 0
 
 
 def estimate(
@@ -110,74 +135,97 @@ def estimate(
         raise ValueError(f"ranks ({ranks}) and bucket_mb ({bucket_mb}) must be positive")
     if stage is not None and stage not in possible:
         raise ValueError(f"stage must be one of {possible} with these arguments, not {stage!r}")
-    params = list(model.parameters())
-    trained = [param for param in params if param.requires_grad]
+    trained = [param for param in model.parameters() if param.requires_grad]
     states = {p.dtype: _states_of(optimizer_class, p, master_weights) for p in trained}
-    found = {}
-    for one in possible if stage is None else (stage,):
-        if ranks == 1:
-            kept = sum(states[p.dtype].of(p.numel()) for p in trained)
-            whole = sum(param.nbytes for param in params)
-            found[one] = StageMemory(whole, sum(p.nbytes for p in trained), kept, 0)
-        elif one == 3:
-            found[one] = _fully_sharded(params, blocks_of(model), ranks, states)
-        else:
-            how = (ranks, bucket_mb * 2**20, one == 1, states, master_weights)
-            found[one] = _sharded(model, *how)
+    on_cuda = any(param.is_cuda for param in model.parameters())
+    stages: Sequence[int] = possible if stage is None else (stage,)
+    layouts = [Layout(ranks, s, bucket_mb * 2**20, master_weights, on_cuda) for s in stages]
+    return Estimate(ranks, {one.stage: count(model, states, one) for one in layouts})
+
+
+def count(model: nn.Module, states: Mapping[torch.dtype, States], layout: Layout) -> StageMemory:
+    """The bytes of a rank, in a layout with or without activations."""
+    found = _counted(model, states, layout._replace(live=None, forward=0))
+    if layout.live is not None:
+        more = _counted(model, states, layout)
+        found = replace(more, messages=found.messages, activations=more.peak - found.peak)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return Estimate(
-        ranks, {one: replace(m, parameters=m.parameters + buffers) for one, m in found.items()}
-    )
+    return replace(found, parameters=found.parameters + buffers)
+
+
+def _counted(model: nn.Module, states: Mapping[torch.dtype, States], layout: Layout) -> StageMemory:
+    if layout.ranks == 1 or layout.stage == 0:
+        return _whole(model, states, layout)
+    if layout.stage == 3:
+        return _fully_sharded(list(model.parameters()), blocks_of(model), states, layout)
+    return _sharded(model, states, layout)
+
+
+def _whole(model: nn.Module, states: Mapping[torch.dtype, States], layout: Layout) -> StageMemory:
+    """An ordinary optimizer."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    gradients = sum(param.nbytes for param in trained)
+    now = 0 if layout.ranks == 1 else gradients  # DistributedDataParallel's buckets stay
+    peak = now + layout.forward
+    for param in reversed(trained):
+        peak = max(peak, now + _live(param, layout))
+        now += param.nbytes if layout.ranks == 1 else 0
+    kept = sum(states[p.dtype].of(p.numel()) for p in trained)
+    whole = sum(param.nbytes for param in model.parameters())
+    return StageMemory(whole, gradients, kept, max(0, peak - gradients))
+
+
+def _live(param: Tensor, layout: Layout) -> int:
+    """Bytes that a parameter's gradient, and activations, take while it is made."""
+    return param.nbytes if layout.live is None else layout.live.get(id(param), param.nbytes)
 
 
 def _states_of(
     optimizer_class: Callable[[list[Any]], Optimizer], like: Tensor, master_weights: bool
-) -> _States:
+) -> States:
     """The entries that the optimizer keeps for parameters of a dtype, by starting a small one."""
-    probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device="cpu"))
+    probe = nn.Parameter(torch.zeros(PROBE, dtype=like.dtype, device="cpu"))
     script = optimizer_class([probe])
     refuse_codes(script)
-    fused = fused_class_of(script, master_weights)([{**script.param_groups[0]}])
-    (rule,) = fused._rules()
+    return states_of(fused_class_of(script, master_weights)([{**script.param_groups[0]}]))
+
+
+def states_of(fused: FusedOptimizer) -> States:
+    """Those of an optimizer of one parameter, which has `PROBE` elements."""
+    (rule,), (group,) = fused._rules(), fused.param_groups
+    (probe,) = group["params"]
     if keys_for(rule, probe):
-        begin_state(fused, fused.param_groups[0], rule, probe)
+        begin_state(fused, group, rule, probe)
     kept = [value for value in fused.state[probe].values() if isinstance(value, Tensor)]
-    return _States(
-        sum(value.itemsize for value in kept if value.dim()),
-        sum(value.itemsize for value in kept if not value.dim()),
+    return States(
+        sum(value.nbytes for value in kept if value.dim()) / PROBE,
+        sum(value.nbytes for value in kept if not value.dim()),
     )
 
 
-def _sharded(
-    model: nn.Module,
-    ranks: int,
-    bucket_bytes: float,
-    keeps_buffers: bool,
-    states: Mapping[torch.dtype, _States],
-    keeps_masters: bool,
-) -> StageMemory:
+def _sharded(model: nn.Module, states: Mapping[torch.dtype, States], layout: Layout) -> StageMemory:
     """Stage 1, which keeps the memory of whole gradients, or 2."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    on_cuda = any(param.is_cuda for param in model.parameters())
-    buckets = make_buckets(flats_of(reversed(trained)), ranks, bucket_bytes)
+    ranks = layout.ranks
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    buckets = make_buckets(flats_of(trained), ranks, layout.bucket_bytes)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     kept = max(
         sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))
-        for rank in range(ranks)
+        for rank in range(0, ranks, -(-ranks // MANY))
     )
     whole = sum(bucket.size * bucket.dtype.itemsize for bucket in buckets)
-    gradients, messages = _passing(buckets, ranks, keeps_buffers, on_cuda, keeps_masters)
+    live = [_live(param, layout) for _, param in trained]
+    gradients, messages = _passing(buckets, live, layout)
     return StageMemory(whole + frozen, gradients, kept, messages)
 
 
-def _passing(
-    buckets: Sequence[Bucket], ranks: int, keeps_buffers: bool, on_cuda: bool, keeps_masters: bool
-) -> tuple[int, int]:
-    """Gradients and messages while buckets pass through a backward without anything else."""
+def _passing(buckets: Sequence[Bucket], live: Sequence[int], layout: Layout) -> tuple[int, int]:
+    """Gradients and messages while buckets pass through a backward."""
+    ranks, on_cuda, keeps_buffers = layout.ranks, layout.on_cuda, layout.stage == 1
     whole = [bucket.size * bucket.dtype.itemsize for bucket in buckets]
     own = [bucket.part * bucket.dtype.itemsize for bucket in buckets]
     sent = [0 if keeps_buffers else size for size in whole]  # freed when they were sent
-    is_wide = [keeps_masters and bucket.dtype.itemsize == 2 for bucket in buckets]
+    is_wide = [layout.keeps_masters and bucket.dtype.itemsize == 2 for bucket in buckets]
     kept_sums = [size * (1 + wide) for size, wide in zip(own, is_wide, strict=True)]
     slices = [  # written when they arrive
         0 if on_cuda or (keeps_buffers and not wide) else size
@@ -204,7 +252,7 @@ def _passing(
         for place in bucket.places:
             if sent[number]:
                 now = before + (place.begin + place.size) * bucket.dtype.itemsize
-            peak = max(peak, now + place.size * bucket.dtype.itemsize)
+            peak = max(peak, now + live[place.param])
         now = before + sent[number]
         while under_way and sum(whole[n] for n, _ in under_way) + whole[number] > MOST_UNDER_WAY:
             receive()
@@ -213,16 +261,18 @@ def _passing(
         under_way.append((number, max(block, parts * own[number])))
     while under_way:
         receive()
-    return gradients, max(0, peak - gradients)
+    # The slices of the step before are there until the first gradient.
+    return gradients, max(0, peak - gradients, layout.forward)
 
 
 def _fully_sharded(
     params: Sequence[Tensor],
     blocks: Sequence[nn.Module],
-    ranks: int,
-    states: Mapping[torch.dtype, _States],
+    states: Mapping[torch.dtype, States],
+    layout: Layout,
 ) -> StageMemory:
     """Stage 3, as fully_shard works on rank 0: a block's parameters are gathered for the block."""
+    ranks = layout.ranks
     place = {id(param): number for number, param in enumerate(params)}
     rest = {id(param): param for param in params}
     groups = [[rest.pop(id(p)) for p in b.parameters() if id(p) in rest] for b in blocks]
@@ -230,20 +280,28 @@ def _fully_sharded(
     def gathered(members: Iterable[Tensor]) -> int:
         return ranks * sum(_part(param, ranks) for param in members)
 
+    def active(members: Iterable[Tensor]) -> int:
+        return max((_live(p, layout) - p.nbytes for p in members if p.requires_grad), default=0)
+
     root = gathered(rest.values())  # gathered from forward to the end of backward
-    done = before = peak = 0  # gradients: reduced; of the block before, which are being sent
+    last = place[id(groups[-1][-1])] if groups and groups[-1] else -1
+    first = [param for param in rest.values() if place[id(param)] > last]
+    done = before = 0  # gradients: reduced; of the block before, which are being sent
+    peak = root + max(active(first), layout.forward) + gathered(groups[-1] if groups else ())
     for number in reversed(range(len(groups))):
         mine = gathered(filter(_is_trained, groups[number]))
         end = max((place[id(param)] for param in groups[number]), default=0)
         later = [p for p in rest.values() if place[id(p)] > end]  # theirs came before
         now = root + gathered(filter(_is_trained, later)) + done // ranks + before + mine
         now += gathered(groups[number - 1]) if number else 0  # is being gathered
+        now += active(groups[number])
         # Then gradients are copied side by side, and gloo makes a copy of that.
         peak = max(peak, now + gathered(groups[number]), now + mine + mine // ranks)
         done, before = done + mine, mine
     mine = gathered(filter(_is_trained, rest.values()))
     gradients = (done + mine) // ranks
-    peak = max(peak, root + gradients + before + 2 * mine)
+    early = [param for param in rest.values() if place[id(param)] < last]
+    peak = max(peak, root + gradients + before + 2 * mine + active(early))
     trained = filter(_is_trained, params)
     kept = sum(states[p.dtype].of(_part(p, ranks) // p.itemsize) for p in trained)
     return StageMemory(gathered(params) // ranks, gradients, kept, max(0, peak - gradients))
