@@ -29,3 +29,9 @@ static inline size_t fst_dtype_size(fst_dtype dtype)
 {
     return dtype == FST_F64 ? 8u : dtype == FST_F32 ? 4u : 2u;
 }
+
+/* The same of a state in codes too. */
+static inline size_t fst_operand_size(fst_dtype dtype)
+{
+    return fst_is_code(dtype) ? 1u : fst_dtype_size(dtype);
+}

@@ -55,13 +55,16 @@ static inline int fst_is_remainder(const fst_operand *op)
     return (int)op->dtype == FST_I16;
 }
 
+/* The elements of a span that is a part of a larger one are counted from the beginning of that: its
+ * first is `begin`, and its operands have data from there on, and no layouts. */
 typedef struct {
     int64_t count; /* elements */
     uint32_t args; /* index of the arguments of an update pass */
+    int64_t begin;
 } fst_span;
 
 typedef struct {
-    int64_t begin; /* first element of the span */
+    int64_t begin; /* first element, counted as those of the span */
     uint64_t cost; /* cost of all chunks before this one: threads share the list by cost */
     uint32_t span;
     uint32_t count;

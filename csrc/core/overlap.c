@@ -17,7 +17,14 @@ fst_extent fst_overlap_extent(const fst_operand *op, int64_t count)
             last += (op->layout->shape[d] - 1) * op->layout->stride[d];
     }
     const uintptr_t begin = (uintptr_t)op->data;
-    return (fst_extent){begin, begin + ((uintptr_t)last + 1) * fst_dtype_size(op->dtype)};
+    return (fst_extent){begin, begin + ((uintptr_t)last + 1) * fst_operand_size(op->dtype)};
+}
+
+fst_extent fst_span_extent(const fst_operand *op, const fst_span *span)
+{
+    const uintptr_t before = (uintptr_t)span->begin * fst_operand_size(op->dtype);
+    const fst_extent extent = fst_overlap_extent(op, span->count);
+    return (fst_extent){extent.begin + before, extent.end + before};
 }
 
 static int by_begin(const void *left, const void *right)
@@ -101,7 +108,7 @@ fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_m
             const fst_operand *op = &work->operands[i * work->width + first + k];
             if (!op->data)
                 continue;
-            const fst_extent extent = fst_overlap_extent(op, work->spans[i].count);
+            const fst_extent extent = fst_span_extent(op, &work->spans[i]);
             ranges[count++] = (range){extent.begin, extent.end, i * how_many + k, 0, 0};
         }
     if (!ascending(ranges, count))

@@ -11,6 +11,9 @@ typedef struct {
 
 fst_extent fst_overlap_extent(const fst_operand *op, int64_t count);
 
+/* The same for an operand of a span, which may be a part of a larger one. */
+fst_extent fst_span_extent(const fst_operand *op, const fst_span *span);
+
 /* Gives every span a round. Spans of one round write disjoint memory with their operands `first`
  * to `first + how_many - 1`, and overlapping spans keep their order. *round_of is NULL where one
  * round is enough; else the caller frees it. */

@@ -35,6 +35,12 @@ static int grow(void *array, size_t count, size_t size)
 
 fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_status *status)
 {
+    return fst_plan_add_part(plan, 0, count, args, status);
+}
+
+fst_operand *fst_plan_add_part(fst_plan *plan, int64_t begin, int64_t count, uint32_t args,
+                               fst_status *status)
+{
     const size_t at = plan->span_count;
     if (at == plan->span_capacity) {
         const size_t capacity = at ? 2 * at : 64;
@@ -45,9 +51,10 @@ fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_stat
         }
         plan->span_capacity = capacity;
     }
-    if (at >= plan->sealed_count || plan->spans[at].count != count)
+    if (at >= plan->sealed_count || plan->spans[at].count != count ||
+        plan->spans[at].begin != begin)
         plan->stale = 1;
-    plan->spans[at] = (fst_span){.count = count, .args = args};
+    plan->spans[at] = (fst_span){.begin = begin, .count = count, .args = args};
     plan->span_count++;
     fst_operand *operands = plan->operands + at * plan->width;
     for (unsigned k = 0; k < plan->width; k++)
@@ -57,7 +64,8 @@ fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_stat
 
 static size_t chunks_of(const fst_span *span)
 {
-    return (size_t)((span->count + FST_CHUNK - 1) / FST_CHUNK);
+    const int64_t end = span->begin + span->count;
+    return (size_t)((end + FST_CHUNK - 1) / FST_CHUNK - span->begin / FST_CHUNK);
 }
 
 static fst_code reserve_chunks(fst_plan *plan, fst_status *status)
@@ -91,12 +99,13 @@ static fst_code list_chunks(fst_plan *plan, const uint32_t *round_of, size_t rou
     for (size_t round = 0; round < round_count; round++) {
         plan->rounds[round] = (uint32_t)at;
         for (size_t i = 0; i < plan->span_count; i++) {
-            const int64_t count = plan->spans[i].count;
+            const fst_span *span = &plan->spans[i];
+            const int64_t end = span->begin + span->count;
             if (round_of && round_of[i] != round)
                 continue;
-            for (int64_t begin = 0; begin < count; begin += FST_CHUNK) {
-                const int64_t left = count - begin;
-                const uint32_t size = (uint32_t)(left < FST_CHUNK ? left : FST_CHUNK);
+            for (int64_t begin = span->begin, next; begin < end; begin = next) {
+                next = (begin / FST_CHUNK + 1) * FST_CHUNK;
+                const uint32_t size = (uint32_t)((next < end ? next : end) - begin);
                 plan->chunks[at++] = (fst_chunk){begin, cost, (uint32_t)i, size};
                 cost += size + FST_CHUNK_COST;
             }
@@ -117,7 +126,7 @@ static int same_memory(fst_plan *plan, unsigned first, unsigned how_many)
     for (size_t i = 0; i < plan->span_count; i++)
         for (unsigned k = 0; k < how_many; k++, at++) {
             const fst_operand *op = &plan->operands[i * plan->width + first + k];
-            const fst_extent extent = fst_overlap_extent(op, plan->spans[i].count);
+            const fst_extent extent = fst_span_extent(op, &plan->spans[i]);
             same = same && plan->written[at].begin == extent.begin &&
                    plan->written[at].end == extent.end;
             plan->written[at] = extent;

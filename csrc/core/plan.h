@@ -34,6 +34,10 @@ void fst_plan_begin(fst_plan *plan);
  * call may move, or NULL without memory. */
 fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_status *status);
 
+/* The same for a part of a larger span, in which chunks end where that's would. */
+fst_operand *fst_plan_add_part(fst_plan *plan, int64_t begin, int64_t count, uint32_t args,
+                               fst_status *status);
+
 /* Makes the chunk list. Operands `first` to `first + how_many - 1` of each span will be written;
  * spans that overlap there go into different rounds. Sealing again costs nothing if only
  * operands that are not written have changed. */

@@ -41,6 +41,12 @@ FST_FN int64_t fst_scale_count(int64_t count, uint32_t row)
                : (count + FST_BLOCK - 1) / FST_BLOCK;
 }
 
+/* The scales before those of an element at which a block begins, or before those of its chunk. */
+FST_FN int64_t fst_scales_before(int64_t element, uint32_t row)
+{
+    return row ? element / FST_CHUNK * fst_scale_room(row) : element / FST_BLOCK;
+}
+
 /* Elements whose blocks have FST_BLOCK elements but for the last: to the end of a chunk or a row.
  */
 typedef struct {

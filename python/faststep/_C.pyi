@@ -52,6 +52,7 @@ class Plan:
                 bool,
                 int | None,
                 int,
+                Mapping[int, tuple[int, int, int, bool]] | None,
             ]
         ],
         state: dict[Tensor, dict[str, Any]],

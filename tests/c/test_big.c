@@ -102,7 +102,7 @@ static void kernels_reach_far(const fst_cpu_kernels *kernels, twins *t, const up
 /* The same through a chunk list that names the far end only. */
 static void passes_reach_far(const fst_cpu_kernels *kernels, twins *t, const update_case *c)
 {
-    fst_span far_span = {far_away + SMALL, 0}, near_span = {SMALL, 0};
+    fst_span far_span = {.count = far_away + SMALL}, near_span = {.count = SMALL};
     uint32_t rounds[] = {0, 3};
     fst_chunk far_chunks[4], near_chunks[4];
     const fst_update_args args = args_of(c);

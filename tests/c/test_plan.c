@@ -320,6 +320,33 @@ static void slices_of_flat_buffers(void)
     fst_plan_free(&plan);
 }
 
+/* A part of a larger span has the chunks of that, from its own first element on, and its memory is
+ * that of its own elements. */
+static void parts_of_a_span(void)
+{
+    enum { BEGIN = FST_CHUNK + 100, COUNT = 2 * FST_CHUNK };
+    const int64_t begins[] = {BEGIN, 2 * FST_CHUNK, 3 * FST_CHUNK};
+    float *data = must_alloc((BEGIN + COUNT) * sizeof *data);
+    fst_plan plan;
+    fst_plan_init(&plan, 1);
+    for (int again = 0; again < 2; again++) {
+        fst_plan_begin(&plan);
+        fst_operand *op = fst_plan_add_part(&plan, BEGIN - again, COUNT + again, 0, &status);
+        *op = (fst_operand){.data = data, .dtype = FST_F32};
+        add(&plan, data, BEGIN - again, FST_F32);
+        seal(&plan);
+        CHECK_INT((int64_t)plan.round_count, 1);
+        CHECK_INT((int64_t)plan.chunk_count, 5);
+        for (size_t i = 0; i < 3; i++)
+            CHECK_INT(plan.chunks[i].begin, begins[i] - (i ? 0 : again));
+        CHECK_INT(plan.chunks[0].count, FST_CHUNK - 100 + again);
+        CHECK_INT(plan.chunks[2].count, 100);
+        CHECK_INT(plan.chunks[3].begin, 0);
+    }
+    fst_plan_free(&plan);
+    free(data);
+}
+
 int main(void)
 {
     const fst_cpu_kernels *levels[MAX_LEVELS];
@@ -333,5 +360,6 @@ int main(void)
     }
     rounds_follow_strides_and_types();
     sealing_again();
+    parts_of_a_span();
     return check_report();
 }

@@ -10,7 +10,6 @@ import functools
 import io
 import itertools
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import faststep
 from faststep.optim.masters import MASTER
+from faststep.optim.shards import Shard
 
 from .common import released_and_stepped
 
@@ -497,14 +497,6 @@ def test_other_limits(bad: Any) -> None:
 
 
 def test_what_does_not_take_codes() -> None:
-    model = nn.Linear(70, 70)
-    optimizer = faststep.optim.AdamW(model.parameters(), state_dtype="int8")
-    with pytest.raises(ValueError, match=re.escape('AdamW with state_dtype="int8"')):
-        faststep.zero.shard(model, optimizer)
-    with pytest.raises(ValueError, match=re.escape('AdamW with state_dtype="int8"')):
-        faststep.zero.estimate(
-            model, lambda ps: faststep.optim.AdamW(ps, state_dtype="int8"), ranks=2
-        )
     by_torch = faststep.optim.AdamW(params_of(F32), state_dtype="int8", differentiable=True)
     with pytest.raises(RuntimeError, match=r"keeps states of a type of their own \(state_dtype\)"):
         step(by_torch, 0)
@@ -514,6 +506,75 @@ def test_sgd_without_momentum_has_no_scales() -> None:
     plain = faststep.optim.SGD(params_of(F32), lr=0.1, state_dtype="int8")
     step(plain, 0)
     assert not any(plain.state.values())
+
+
+# Shards of a parameter, of which faststep.zero and DTensors make some.
+
+
+@pytest.mark.parametrize(
+    ("shape", "ends"),
+    [
+        ((300, 70), (70 * 3, 70 * 240, 16384)),
+        ((40000,), (64, 16384 + 128, 16384)),
+        ((500, 65), (65 * 253, 65 * 400)),
+        ((90, 128), (128 * 30,)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CLASSES)
+def test_shards_have_the_bits_of_the_whole(
+    name: str, shape: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    whole = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    edges = [0, *sorted(ends), whole.numel()]
+    cuts = list(itertools.pairwise(edges))
+    flat = whole.detach().view(-1)
+    pieces = [nn.Parameter(flat[begin:end].clone()) for begin, end in cuts]
+    one = make(name, [whole], state_dtype="int8")
+    other = make(name, pieces, state_dtype="int8", min_8bit_size=10**6)
+    other._shards = {
+        id(piece): Shard(0, begin, row_of(whole) if row_of(whole) % 64 else 0, coded=True)
+        for piece, (begin, _) in zip(pieces, cuts, strict=True)
+    }
+    for number in range(3):
+        if number == 2:  # their codes as float32, and back
+            other.load_state_dict(other.state_dict())
+            one.load_state_dict(one.state_dict())
+        whole.grad = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        for piece, (begin, end) in zip(pieces, cuts, strict=True):
+            piece.grad = whole.grad.view(-1)[begin:end].clone()
+        one.step()
+        other.step()
+        assert torch.equal(whole.detach().view(-1), torch.cat([p.detach() for p in pieces]))
+    for key in CLASSES[name][2]:
+        parts = [other.state[piece][key] for piece in pieces]
+        assert torch.equal(one.state[whole][key].view(-1), torch.cat(parts))
+
+
+def test_shards_that_are_none() -> None:
+    param = nn.Parameter(torch.ones(5000))
+    param.grad = torch.ones(5000)
+    optimizer = make("AdamW", [param], state_dtype="int8")
+    bad: list[Any] = [(-1, 0, 0, 1), (0, 32, 0, 1), (0, -64, 0, 1), (0, 0, 64, 1), (0, 2**62, 0, 1)]
+    for shard in (*bad, (0, 0, 0), [0, 0, 0, 1]):
+        optimizer._shards = {id(param): shard}
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.step()
+        assert bool((param == 1).all())
+        optimizer.state.clear()
+    optimizer._shards = [1]
+    with pytest.raises((TypeError, AttributeError)):
+        optimizer.step()
+    plain = make("AdamW", [param], state_dtype="bf16", rounding="stochastic")
+    plain._shards = {id(param): Shard(0, 0, 0, coded=True)}  # its group has no codes
+    with pytest.raises(ValueError, match="not a shard"):
+        plain.step()
+    odd = torch.ones(5000, 2)[:, 0]
+    plain._shards = {id(param): Shard(0, 64, 0, coded=False)}
+    plain.step()
+    param.grad = odd
+    with pytest.raises(RuntimeError, match=r"gradient of .* is not contiguous, and begins inside"):
+        plain.step()
 
 
 # What codes cost, beside two other formats.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import faststep
 from faststep.optim.base import FusedOptimizer
-from faststep.optim.masters import MASTER, _joined, _remainder
+from faststep.optim.masters import MASTER, _remainder, joined
 
 from .test_masters import CLASSES
 
@@ -77,7 +77,7 @@ def _unlike(params: Any, optimizer: Any, wide: Any, reference: Any) -> list[str]
             rest = mine.pop(MASTER)
             if rest.dtype != torch.int16 or rest.stride() != param.stride():
                 wrong.append(f"{number} is no remainder")
-            if not torch.equal(_joined(param, rest), copied):
+            if not torch.equal(joined(param, rest), copied):
                 wrong.append(f"{number} master")
         if list(mine) != list(expected):
             wrong.append(f"{number} has {list(mine)}, not {list(expected)}")
@@ -129,7 +129,7 @@ def test_a_thousand_steps(dtype: torch.dtype) -> None:
         param.grad = wide.grad.to(dtype)
         optimizer.step()
         reference.step()
-    assert torch.equal(_joined(param, optimizer.state[param][MASTER]), wide)
+    assert torch.equal(joined(param, optimizer.state[param][MASTER]), wide)
     assert torch.equal(optimizer.state_dict()["state"][0][MASTER], wide)
 
 
@@ -146,7 +146,7 @@ def test_beside_bf16_states(name: str) -> None:
     for param, other in zip(params, others, strict=True):
         if param.dtype == BF16:
             state, its = optimizer.state[param], twin.state[other]
-            assert torch.equal(_joined(param, state[MASTER]), its[MASTER])
+            assert torch.equal(joined(param, state[MASTER]), its[MASTER])
             assert list(state) == list(its)
             assert all(torch.equal(state[key], its[key]) for key in state if key != MASTER)
 
@@ -167,7 +167,7 @@ def test_no_value_is_lost(lower: int) -> None:
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32)
     values = (upper << 16 | lower).view(F32)
     param = _rounded(values)
-    back = _joined(param, _remainder(values, param))
+    back = joined(param, _remainder(values, param))
     known = ~values.isnan()
     assert torch.equal(back.view(torch.int32)[known], values.view(torch.int32)[known])
     assert back[~known].isnan().all()
@@ -187,7 +187,7 @@ def test_a_written_parameter_counts() -> None:
         param.grad = torch.zeros(8, dtype=BF16)
         optimizer.step()
         assert torch.equal(param, written)
-        assert torch.equal(_rounded(_joined(param, optimizer.state[param][MASTER])), written)
+        assert torch.equal(_rounded(joined(param, optimizer.state[param][MASTER])), written)
 
 
 def test_nan_stays_and_harms_no_other() -> None:
@@ -238,7 +238,7 @@ def test_from_fp32_masters_and_back(name: str) -> None:
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     for param, rounded in zip(halves, params, strict=True):
         if param.dtype == BF16:
-            master = _joined(param, optimizer.state[param][MASTER])
+            master = joined(param, optimizer.state[param][MASTER])
             near = (plain.state[rounded][MASTER].view(torch.int32) - master.view(torch.int32)).abs()
             assert near.max().item() <= 1 if near.numel() else True  # 1: a tie
     _give(halves, wide, 2)
@@ -248,7 +248,7 @@ def test_from_fp32_masters_and_back(name: str) -> None:
     for param, value in zip(halves, back.param_groups[0]["params"], strict=True):
         if param.dtype == BF16:
             assert torch.equal(
-                _joined(param, optimizer.state[param][MASTER]), back.state[value][MASTER]
+                joined(param, optimizer.state[param][MASTER]), back.state[value][MASTER]
             )
     kind, own = CLASSES[name]
     theirs = getattr(torch.optim, kind)(_fresh(halves), **own)
@@ -266,9 +266,9 @@ def test_a_tie_of_fp32_masters() -> None:
     """They round it to even, and remainders away from zero: it is 2^-16 less than half a step."""
     master = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000], dtype=torch.int32).view(F32)
     param = master.bfloat16()
-    back = _joined(param, _remainder(master, param))
+    back = joined(param, _remainder(master, param))
     assert (back.view(torch.int32) - master.view(torch.int32)).tolist() == [-1, 0, -1]
-    assert torch.equal(_joined(_rounded(master), _remainder(master, _rounded(master))), master)
+    assert torch.equal(joined(_rounded(master), _remainder(master, _rounded(master))), master)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
@@ -390,7 +390,7 @@ def test_accumulated_in_fp32() -> None:
         stepped.step()
     for param, copied in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(
-            _joined(param, optimizer.state[param][MASTER]), twin.state[copied][MASTER]
+            joined(param, optimizer.state[param][MASTER]), twin.state[copied][MASTER]
         )
 
 
@@ -448,13 +448,3 @@ def test_remainders_of_any_strides() -> None:
         state[MASTER] = spread if number == 0 else state[MASTER].contiguous()
     wrong = _step(both, 1, 2)
     assert wrong == ["0 is no remainder", "4 is no remainder"]  # for their strides
-
-
-def test_shards_are_refused() -> None:
-    model = _Net()
-    optimizer = faststep.optim.AdamW(model.parameters(), **OPTION)
-    with pytest.raises(ValueError, match=r"shard\(\) keeps no remainders"):
-        faststep.zero.shard(model, optimizer)
-    plain = faststep.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"shard\(\) keeps no remainders"):
-        faststep.zero.shard(model, plain, master_weights="remainder16")  # type: ignore[arg-type]

@@ -267,10 +267,8 @@ def test_classes_without_a_count(name: str) -> None:
         getattr(faststep.optim, name)([nn.Parameter(torch.ones(3))], lr=0.1, **NOISY)
 
 
-def test_release_and_shards() -> None:
+def test_release() -> None:
     model = nn.Linear(3, 3)
     optimizer = faststep.optim.AdamW(model.parameters(), **NOISY)
     with pytest.raises(ValueError, match=r"release_gradients\(\) rounds states to the nearest"):
         faststep.release_gradients(model, optimizer)
-    with pytest.raises(ValueError, match=r"shard\(\) rounds states to the nearest"):
-        faststep.zero.shard(model, optimizer)

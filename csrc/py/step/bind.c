@@ -106,7 +106,7 @@ static int add_span(fst_binding *at, const fst_param *param, fst_counter *counte
     }
     if (param->count == 0)
         return 0;
-    *ops = fst_plan_add(&at->part->plan, param->count, 0, &status);
+    *ops = fst_plan_add_part(&at->part->plan, at->shard.begin, param->count, 0, &status);
     if (!*ops)
         return fst_raise_int(&status);
     counter->span = (int64_t)at->part->plan.span_count - 1;
@@ -124,11 +124,6 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     fst_view views[2];
     fst_problem problem;
     PyObject *local = object, *grad = whole_grad;
-    if (self->groups[at->group].noisy && fst_tensor_is_dtensor(&at->module->tensors, object)) {
-        fst_problem_set(&problem, "type",
-                        "is a DTensor, and rounding=\"stochastic\" is for whole parameters");
-        return fst_bind_problem(at, "parameter", &problem);
-    }
     if (fst_bind_local(at, param, FST_IS_PARAM, &local) ||
         fst_bind_local(at, param, FST_IS_GRAD, &grad))
         return -1;
@@ -143,7 +138,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, self->is_factored, &problem))
         return fst_bind_problem(at, "parameter", &problem);
-    if (fst_bind_check_codes(at, view.device == FST_HOST, 1))
+    if (fst_bind_check_codes(at, view.device == FST_HOST) || fst_bind_shard(at, param, object))
         return -1;
     fst_step_part *part = enter_part(at, local, view.device);
     if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,
@@ -152,7 +147,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     fst_counter *counter = &part->counters[part->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->index = (uint32_t)at->index;
-    counter->param = (uint32_t)at->param_count;
+    counter->param = at->shard.param;
     counter->wide = view.dtype == FST_F64;
     if (add_span(at, param, counter, &ops) ||
         fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
@@ -214,8 +209,6 @@ static int is_settled(const fst_binding *at, PyObject *object, PyObject *grad)
 static int bind_or_list(fst_binding *at, PyObject *object, PyObject *grad)
 {
     fst_step_plan *self = at->self;
-    if (fst_bind_check_codes(at, 1, !fst_tensor_is_dtensor(&at->module->tensors, object)))
-        return -1;
     const int settled = is_settled(at, object, grad);
     const int found =
         settled > 0 ? bind_param(at, &self->params[at->param_count], object, grad) : settled;

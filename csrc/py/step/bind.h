@@ -11,6 +11,7 @@ typedef struct {
     PyObject *state, *missing, *fresh;
     Py_ssize_t fresh_at;
     Py_ssize_t group, index; /* of the parameter at hand */
+    fst_shard shard;         /* of the parameter at hand */
     fst_trace *trace;        /* of the parameter at hand; NULL: none */
     const void *counter;     /* version counter of the state that was listed last */
     int write_grads, rescanned;
@@ -25,6 +26,16 @@ typedef struct {
 
 /* fst_step_raise() for the parameter at hand. */
 int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
+
+/* An address some elements before an array, where another array would begin whose part it is. */
+static inline void *fst_moved_back(void *data, int64_t elements, size_t size)
+{
+    return (void *)((uintptr_t)data - (uintptr_t)elements * size);
+}
+
+/* Finds what the parameter at hand is of a whole one. Returns 0, or -1 with a Python error
+ * (bound.c). */
+int fst_bind_shard(fst_binding *at, const fst_param *param, PyObject *object);
 
 /* Keeps a reference, which it takes over, to the end of the step. Returns the object, or NULL
  * with a Python error. */
@@ -46,9 +57,9 @@ int fst_bind_written(fst_step_plan *self, PyObject *object);
 /* Appends to an array of borrowed references. Returns 0, or -1 with a Python error. */
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);
 
-/* Refuses a parameter outside of CPU memory, or a DTensor, in a group with states in codes. Returns
- * 0, or -1 with a Python error. */
-int fst_bind_check_codes(const fst_binding *at, int on_host, int is_plain);
+/* Refuses a parameter outside of CPU memory in a group with states in codes. Returns 0, or -1 with
+ * a Python error. */
+int fst_bind_check_codes(const fst_binding *at, int on_host);
 
 /* Makes an operand of a tensor that must have the parameter's shape and device. */
 int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,

@@ -1,5 +1,6 @@
 /* What a step has bound: lists of tensors, held references and layouts, and their end. */
 #include "py/step/bind.h"
+#include "rules/codes.h"
 
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
 {
@@ -37,14 +38,62 @@ int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem 
     return fst_step_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
-int fst_bind_check_codes(const fst_binding *at, int on_host, int is_plain)
+int fst_bind_check_codes(const fst_binding *at, int on_host)
 {
     fst_problem problem;
-    if (!at->self->groups[at->group].codes_from || (on_host && is_plain))
+    if (!at->self->groups[at->group].codes_from || on_host)
         return 0;
     fst_problem_set(&problem, "device",
-                    "is %s: state_dtype=\"int8\" is for parameters in CPU memory so far",
-                    is_plain ? "on a CUDA device" : "a DTensor");
+                    "is on a CUDA device: state_dtype=\"int8\" is for parameters in CPU memory so "
+                    "far");
+    return fst_bind_problem(at, "parameter", &problem);
+}
+
+/* Reads (number, first element, elements of a row of codes, has codes) of a parameter that is a
+ * shard. Returns 0, or -1 with a Python error. */
+static int read_shard(fst_binding *at, const fst_param *param, PyObject *shard)
+{
+    const int64_t most = INT64_MAX / 64;
+    long long number, begin, row;
+    int coded;
+    if (!PyTuple_Check(shard)) {
+        PyErr_SetString(PyExc_TypeError, "a shard of a parameter is not a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(shard, "LLLp", &number, &begin, &row, &coded))
+        return -1;
+    int bad = number < 0 || number > (long long)UINT32_MAX || begin < 0 || begin > most ||
+              param->count > most || row < 0 || (row && fst_code_row(row) != (uint32_t)row);
+    if (!bad && coded)
+        bad = !at->self->groups[at->group].codes_from ||
+              (begin - fst_segment_at(begin, (uint32_t)row).begin) % FST_BLOCK;
+    if (bad) {
+        PyErr_SetString(PyExc_ValueError, "not a shard of a parameter, or it begins in a block");
+        return -1;
+    }
+    at->shard = (fst_shard){(uint32_t)number, coded, (uint32_t)row, begin};
+    return 0;
+}
+
+int fst_bind_shard(fst_binding *at, const fst_param *param, PyObject *object)
+{
+    const fst_group *group = &at->self->groups[at->group];
+    const int coded = group->codes_from && param->count >= group->codes_from;
+    const int by_rows = coded && param->order_count && param->order[0] == 0;
+    const uint32_t row = by_rows ? fst_code_row(param->count / param->geometry[0]) : 0;
+    at->shard = (fst_shard){(uint32_t)at->param_count, coded, row, 0};
+    PyObject *key = group->shards == Py_None ? NULL : PyLong_FromVoidPtr(object);
+    PyObject *shard = key ? PyDict_GetItemWithError(group->shards, key) : NULL; /* borrowed */
+    Py_XDECREF(key);
+    if (shard)
+        return read_shard(at, param, shard);
+    if (PyErr_Occurred())
+        return -1;
+    if (!(group->noisy || group->codes_from) ||
+        !fst_tensor_is_dtensor(&at->module->tensors, object))
+        return 0;
+    fst_problem problem;
+    fst_problem_set(&problem, "type", "is a DTensor, of which this step does not know the shard");
     return fst_bind_problem(at, "parameter", &problem);
 }
 
@@ -55,9 +104,14 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
     fst_problem problem;
     if (fst_view_is_on(view, at->part->device, &problem))
         return fst_bind_problem(at, role, &problem);
-    *op = (fst_operand){.data = view->data, .dtype = view->dtype};
+    void *data = fst_moved_back(view->data, at->shard.begin, fst_operand_size(view->dtype));
+    *op = (fst_operand){.data = data, .dtype = view->dtype};
     if (fst_param_is_packed_in(param, view))
         return 0;
+    if (at->shard.begin) {
+        fst_problem_set(&problem, "layout", "is not contiguous, and begins inside of a parameter");
+        return fst_bind_problem(at, role, &problem);
+    }
     if (!fst_param_has_shape(param, view)) {
         fst_problem_set(&problem, "shape", "is not of the parameter's shape");
         return fst_bind_problem(at, role, &problem);

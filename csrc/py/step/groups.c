@@ -93,21 +93,36 @@ static int check_names(PyObject *keys)
     return 0;
 }
 
+/* Keeps which parameters are shards of whole ones, and drops the trace if that has changed. Returns
+ * 0, or -1 with a Python error. */
+static int set_shards(fst_step_plan *self, fst_group *group, PyObject *shards)
+{
+    if (shards == group->shards)
+        return 0;
+    if (shards != Py_None && !PyDict_Check(shards)) {
+        PyErr_SetString(PyExc_TypeError, "expected shards by parameter, or None");
+        return -1;
+    }
+    self->traced = 0;
+    return keep_instead(self, &group->shards, shards);
+}
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
- * has masters, which are remainders, seed of the noise or None, has codes from so many elements on)
- * into a group that has what was read last. */
+ * has masters, which are remainders, seed of the noise or None, has codes from so many elements on,
+ * {id: shard} or None) into a group that has what was read last. */
 static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
 {
-    PyObject *keys, *hyper, *lr, *noise = Py_None; /* borrowed from the tuple, which is held */
+    PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which is held */
+    PyObject *noise = Py_None, *shards = Py_None;
     int rule, has_step, maximize, has_master = 0, has_remainder = 0;
     long long codes_from = 0;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!pO|ppOL", &rule, &PyTuple_Type, &keys, &has_step,
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO|ppOLO", &rule, &PyTuple_Type, &keys, &has_step,
                           &PyTuple_Type, &hyper, &maximize, &lr, &has_master, &has_remainder,
-                          &noise, &codes_from))
+                          &noise, &codes_from, &shards))
         return -1;
     if (rule < 0 || rule > FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
@@ -135,7 +150,7 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
     }
-    if (set_noise(self, group, noise, has_step))
+    if (set_noise(self, group, noise, has_step) || set_shards(self, group, shards))
         return -1;
     if (lr != group->lr && keep_instead(self, &group->lr, lr))
         return -1;
@@ -165,6 +180,7 @@ void fst_groups_free(fst_step_plan *self)
     for (size_t g = 0; g < count; g++) {
         Py_XDECREF(groups[g].keys);
         Py_XDECREF(groups[g].lr);
+        Py_XDECREF(groups[g].shards);
     }
     PyMem_Free(groups);
 }

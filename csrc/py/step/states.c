@@ -215,16 +215,6 @@ static unsigned counters_of(const fst_group *group)
     return (unsigned)group->has_step + group->number_count;
 }
 
-/* Whether a state is known to be divided as its parameter is; -1 with a Python error. A step
- * counter is the same on all ranks. */
-static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObject *state)
-{
-    if (at->again || k < counters_of(&at->self->groups[at->group]))
-        return 1;
-    return fst_step_state_is_settled(&at->module->tensors, at->self, at->param_count, k, param,
-                                     state);
-}
-
 enum { SCALES = FST_OP_COUNT };
 
 /* The operand that a state is, or SCALES. */
@@ -238,18 +228,23 @@ static unsigned operand_of(const fst_group *group, unsigned k)
     return FST_OP_STATE + k - counters_of(group);
 }
 
-/* Whether the states of a parameter are in codes. */
-static int has_codes(const fst_group *group, const fst_param *param)
+/* Whether a state is known to be divided as its parameter is; -1 with a Python error. A step
+ * counter is the same on all ranks, and scales are those of this rank's codes. */
+static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObject *state)
 {
-    return group->codes_from && param->count >= group->codes_from;
+    const fst_group *group = &at->self->groups[at->group];
+    if (at->again || k < counters_of(group) || operand_of(group, k) == SCALES)
+        return 1;
+    return fst_step_state_is_settled(&at->module->tensors, at->self, at->param_count, k, param,
+                                     state);
 }
 
-/* Whether a parameter does without a state: a master, or scales. */
-static int is_left_out(const fst_group *group, const fst_param *param, int keeps_master, unsigned k)
+/* Whether the parameter at hand does without a state: a master, or scales. */
+static int is_left_out(const fst_binding *at, int keeps_master, unsigned k)
 {
+    const fst_group *group = &at->self->groups[at->group];
     const unsigned which = k < counters_of(group) ? FST_OP_STATE : operand_of(group, k);
-    return (which == FST_OP_MASTER && !keeps_master) ||
-           (which == SCALES && !has_codes(group, param));
+    return (which == FST_OP_MASTER && !keeps_master) || (which == SCALES && !at->shard.coded);
 }
 
 /* Whether a state of the parameter's shape may have such a type. */
@@ -260,12 +255,12 @@ static int is_for_states(const fst_view *view, int codes)
 
 /* Reads a state of the parameter's shape, which may be in codes. Returns 0, or -1 with `problem`
  * filled: it is none, or a master of another type than the group's. */
-static int view_state(const fst_binding *at, const fst_param *param, PyObject *value, int is_master,
-                      fst_view *view, fst_problem *problem)
+static int view_state(const fst_binding *at, PyObject *value, int is_master, fst_view *view,
+                      fst_problem *problem)
 {
     const fst_group *group = &at->self->groups[at->group];
     const int halves = is_master && group->has_remainder;
-    const int codes = !is_master && has_codes(group, param);
+    const int codes = !is_master && at->shard.coded;
     const int wanted = halves ? FST_I16 : FST_F32;
     if (fst_tensor_counter(&at->module->tensors, value, view, problem))
         return -1;
@@ -283,9 +278,9 @@ static int bind_scales(const fst_binding *at, fst_param *param, unsigned k, PyOb
                        PyObject *object, fst_operand *ops, fst_view *view)
 {
     const unsigned states = fst_rules[at->self->groups[at->group].rule].states;
-    const int by_rows = param->order_count && param->order[0] == 0;
-    const uint32_t row = by_rows ? fst_code_row(param->count / param->geometry[0]) : 0;
-    const int64_t count = fst_scale_count(param->count, row);
+    const uint32_t row = at->shard.row;
+    const int64_t before = fst_scales_before(at->shard.begin, row);
+    const int64_t count = fst_scale_count(at->shard.begin + param->count, row) - before;
     fst_problem problem;
     if (fst_tensor_view(&at->module->tensors, object, view, &problem))
         return fst_state_refuse(at, name, &problem);
@@ -298,7 +293,8 @@ static int bind_scales(const fst_binding *at, fst_param *param, unsigned k, PyOb
     fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, object, view);
     for (unsigned i = 0; i < states; i++)
         if (fst_is_code(ops[FST_OP_STATE + i].dtype)) {
-            ops[FST_OP_STATE + i].scales = (uint16_t *)view->data + i * count;
+            ops[FST_OP_STATE + i].scales =
+                fst_moved_back((uint16_t *)view->data + i * count, before, sizeof(uint16_t));
             ops[FST_OP_STATE + i].row = row;
         }
     return 0;
@@ -313,7 +309,7 @@ static int bind_shaped(fst_binding *at, fst_param *param, unsigned k, PyObject *
     char role[64] = "state";
     if (which == SCALES)
         return bind_scales(at, param, k, name, value, ops, view);
-    const int bad = view_state(at, param, value, which == FST_OP_MASTER, view, &problem);
+    const int bad = view_state(at, value, which == FST_OP_MASTER, view, &problem);
     if ((bad || view->device != at->part->device || !fst_param_is_packed_in(param, view)) &&
         name_role(name, role))
         return -1;
@@ -343,7 +339,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     if (keeps_master < 0)
         return -1;
     for (unsigned k = counters; k < group->key_count; k++)
-        key_count -= (unsigned)is_left_out(group, param, keeps_master, k);
+        key_count -= (unsigned)is_left_out(at, keeps_master, k);
     if (key_count == 0)
         return 1;
     PyObject *state = fst_state_of(at, param, object), *key;
@@ -354,7 +350,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     if (at->trace)
         fst_trace_dict(at->trace, state, param->state_at, key_count);
     for (unsigned k = 0; k < group->key_count; k++) {
-        if (is_left_out(group, param, keeps_master, k))
+        if (is_left_out(at, keeps_master, k))
             continue;
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
         PyObject *whole = fst_state_find(at, state, &position, wanted, &key), *value = whole;

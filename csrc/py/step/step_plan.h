@@ -25,8 +25,18 @@ typedef struct {
                          */
     int64_t codes_from; /* parameters of so many elements have states in codes of 8 bits, and
                            scales; 0: none has */
+    PyObject *shards; /* owned: {id: shard} of parameters that are shards of whole ones, or None */
     double hyper[FST_MAX_HYPER];
 } fst_group;
+
+/* What a parameter is of a whole one, whose elements noise and codes count: all of it, or a shard.
+ */
+typedef struct {
+    uint32_t param; /* its number in all groups */
+    int coded;      /* its states are in codes of 8 bits */
+    uint32_t row;   /* of the whole, as rules/codes.h has it */
+    int64_t begin;  /* its first element, in the order of memory */
+} fst_shard;
 
 /* The key of the noise for a parameter of a group. */
 static inline fst_noise fst_group_noise(const fst_group *group, uint32_t step, uint32_t param)
@@ -43,7 +53,7 @@ typedef struct {
     int64_t span;  /* -1: the parameter has no elements */
     uint32_t group;
     uint32_t index; /* in its group */
-    uint32_t param; /* in all groups */
+    uint32_t param; /* in all groups, of whole parameters */
     int wide;       /* computed in double: an fp64 parameter, or one with an fp64 state */
 } fst_counter;
 

@@ -21,8 +21,9 @@ from .._torch.dtensor import (
     spec_of,
 )
 
-# States that are the same on all ranks: the step count, and the 0-d states of NAdam and ASGD.
-_COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
+# States that are not divided: the step count and the 0-d states of NAdam and ASGD, of which ranks
+# have the same, and the scales of this rank's codes.
+_UNDIVIDED = frozenset({"step", "mu_product", "eta", "mu", "state_scales"})
 
 
 class LayoutError(TypeError):
@@ -57,7 +58,7 @@ def align_states(param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> t
     """Divide the states of these names as the parameter is, and return the spec of each.
 
     A state with other placements is redistributed, and replaced in `state`. The spec is None for
-    a state that is missing, and for a count, which is the same on all ranks.
+    a state that is missing, and for one that is not divided.
 
     Raises:
         LayoutError: only one of the state and the parameter is a DTensor, or the meshes differ.
@@ -65,7 +66,7 @@ def align_states(param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> t
     specs: list[Any] = []
     for key in keys:
         value = state.get(key)
-        if value is None or key in _COUNTS:
+        if value is None or key in _UNDIVIDED:
             specs.append(None)
             continue
         aligned = _aligned(param, value, f"state '{key}'")

@@ -132,7 +132,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if self._keeps_masters or codes_from:
             keys = with_others(keys, bool(codes_from), self._keeps_masters)
         hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
-        kinds = (*kinds_of(self), codes_from)
+        kinds = kinds_of(self, codes_from)
         return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *kinds)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:

@@ -1,7 +1,7 @@
 """States in 8 bits: a code per element, and a bf16 scale per block of them.
 
 csrc/rules/codes.h has the format, which the step reads and writes. This is the same format in
-torch's operators, for state dicts.
+torch's operators, for state dicts. A tensor may be a shard of a whole, whose blocks it has then.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.dtensor import is_dtensor, like_dtensor, part_of, spec_of
+from .shards import BLOCK, CHUNK, Shard, row_of
+
 SCALES = "state_scales"  # of a parameter's states in codes, a row each
 
-_BLOCK, _CHUNK = 64, 16384
 _MOST, _LEAST = 2.0**126, 2.0**-126  # a block with a larger number becomes NaN
 _SLACK = 16
 
@@ -26,33 +28,54 @@ def are_codes(value: object) -> bool:
     )
 
 
-def new_scales(states: int, param: Tensor) -> Tensor:
+def new_scales(states: int, param: Tensor, shard: Shard | None) -> Tensor:
     """Those of states of zeros."""
-    like = torch.empty_like(param, device="meta")  # without gaps
-    return torch.zeros(states, _count(like), dtype=torch.bfloat16, device=param.device)
+    like = torch.empty_like(part_of(param), device="meta")  # without gaps
+    return torch.zeros(states, _count(like, shard), dtype=torch.bfloat16, device=param.device)
 
 
-def decoded(state: Mapping[str, Any]) -> dict[str, Any]:
+def decoded(state: Mapping[str, Any], shard: Shard | None = None) -> dict[str, Any]:
     """A state with its codes as float32, and without scales.
 
     Raises:
         ValueError: the scales are not those of the codes.
     """
-    plain = dict(state)
-    scales = plain.pop(SCALES, None)
+    check_scales(state, shard)
+    return {key: shown(state, key, shard) for key in state if key != SCALES}
+
+
+def check_scales(state: Mapping[str, Any], shard: Shard | None = None) -> None:
+    """Raise ValueError if the scales of a state are not those of its codes."""
+    scales = state.get(SCALES)
     if scales is None:
-        return plain
-    coded = [key for key, value in plain.items() if are_codes(value)]
-    for row, key in enumerate(coded):
-        wanted = scales.shape[0] if scales.dim() == 2 else 0, _count(plain[key])
-        if scales.shape != wanted or wanted[0] < len(coded) or not _is_dense(plain[key]):
+        return
+    coded = _coded(state)
+    for key in coded:
+        codes = part_of(state[key])
+        wanted = scales.shape[0] if scales.dim() == 2 else 0, _count(codes, shard)
+        if scales.shape != wanted or wanted[0] < len(coded) or not _is_dense(codes):
             raise ValueError(f"'{SCALES}' are not the scales of '{key}'")
-        plain[key] = _decode(plain[key], scales[row])
-    return plain
+
+
+def shown(state: Mapping[str, Any], key: str, shard: Shard | None) -> Any:
+    """An entry of a state whose scales fit; codes are float32."""
+    value = state[key]
+    if SCALES not in state or not are_codes(value):
+        return value
+    made = _decode(part_of(value), state[SCALES][_coded(state).index(key)], shard)
+    return like_dtensor(value, made) if is_dtensor(value) else made
+
+
+def _coded(state: Mapping[str, Any]) -> list[str]:
+    """The names of the states in codes, in the order of the scales."""
+    return [key for key, value in state.items() if are_codes(value)]
 
 
 def encoded(
-    state: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], param: Tensor
+    state: Mapping[str, Any],
+    dtypes: Mapping[str, torch.dtype],
+    param: Tensor,
+    shard: Shard | None,
 ) -> dict[str, Any]:
     """A state with the entries that `dtypes` names in codes of these types.
 
@@ -62,20 +85,46 @@ def encoded(
     for key, dtype in dtypes.items():
         value = made.get(key)
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape:
-            like = torch.empty_like(param, dtype=torch.float32)
-            made[key], row = _encode(like.copy_(value), dtype)
+            like = torch.empty_like(part_of(param), dtype=torch.float32)
+            codes, row = _encode(like.copy_(_divided_as(value, param)), dtype, shard)
+            made[key] = like_dtensor(param, codes) if is_dtensor(param) else codes
             scales.append(row)
     return {**made, SCALES: torch.stack(scales)} if scales else made
 
 
+def _divided_as(value: Any, param: Tensor) -> Tensor:
+    """The elements of a state that are beside those of a parameter on this rank."""
+    if not is_dtensor(param) or not is_dtensor(value):
+        return part_of(value)
+    spec = spec_of(param)
+    same = spec_of(value).placements == spec.placements
+    return part_of(value if same else value.redistribute(spec.mesh, spec.placements))
+
+
 def fit_codes(state: Mapping[str, Any], param: Tensor) -> bool:
-    """True if a state's codes and scales are those of a parameter like this one."""
-    like = torch.empty_like(param, device="meta")
+    """True if a state's codes are those of a parameter like this one."""
+    like = torch.empty_like(part_of(param), device="meta")
     return all(
-        (value.shape, value.stride(), value.device) == (like.shape, like.stride(), param.device)
+        is_dtensor(value) == is_dtensor(param)
+        and (part_of(value).shape, part_of(value).stride(), value.device)
+        == (like.shape, like.stride(), param.device)
         for value in state.values()
         if are_codes(value)
     )
+
+
+def with_scales_of(state: Mapping[str, Any], shard: Shard | None, count: int) -> Mapping[str, Any]:
+    """The state of a whole parameter, with the scales of a shard of so many elements alone.
+
+    It has no codes if the shard has none.
+    """
+    if SCALES not in state:
+        return state
+    if shard is None or not shard.coded:
+        return decoded(state)
+    first = _before(shard)
+    cut = state[SCALES][:, first : first + _scales_of(shard, count)]
+    return {**state, SCALES: cut.clone(memory_format=torch.contiguous_format)}
 
 
 def _is_dense(value: Tensor) -> bool:
@@ -83,60 +132,67 @@ def _is_dense(value: Tensor) -> bool:
     return value.stride() == torch.empty_like(value, device="meta").stride()
 
 
-def _row(value: Tensor) -> int:
-    """Elements of a row of dimension 0 where blocks end with them, else 0."""
-    if value.dim() == 0 or value.shape[0] < 2:
-        return 0
-    row = value.numel() // value.shape[0]
-    ends = value.stride(0) == row and row > _BLOCK and row % _BLOCK
-    return row if ends and row < 2**32 else 0
-
-
 def _room(row: int) -> int:
     """The scales that a chunk has room for."""
-    return _CHUNK // _BLOCK + (_CHUNK // row + 2 if row else 0)
+    return CHUNK // BLOCK + (CHUNK // row + 2 if row else 0)
 
 
-def _count(value: Tensor) -> int:
-    row, elements = _row(value), value.numel()
-    return -(-elements // _CHUNK) * _room(row) if row else -(-elements // _BLOCK)
+def _before(shard: Shard) -> int:
+    """The scales of the whole before those of a shard."""
+    return shard.begin // CHUNK * _room(shard.row) if shard.row else shard.begin // BLOCK
 
 
-def _slots(value: Tensor, row: int) -> Tensor:
-    """Of each element its place in a table with a line of 64 for each scale."""
-    at = torch.arange(value.numel(), device=value.device)
-    chunk = at // _CHUNK
-    begin = torch.maximum(at - at % row, chunk * _CHUNK)
-    within = (at - begin) % _BLOCK
+def _scales_of(shard: Shard, count: int) -> int:
+    end = shard.begin + count
+    blocks = -(-end // CHUNK) * _room(shard.row) if shard.row else -(-end // BLOCK)
+    return blocks - _before(shard)
+
+
+def _all_of(value: Tensor) -> Shard:
+    return Shard(0, 0, row_of(value), coded=True)
+
+
+def _count(value: Tensor, shard: Shard | None) -> int:
+    return _scales_of(shard or _all_of(value), value.numel())
+
+
+def _slots(count: int, shard: Shard) -> Tensor:
+    """Of each element of a shard its place in a table with a line of 64 for each scale."""
+    low = shard.begin // CHUNK * CHUNK
+    at = torch.arange(low, shard.begin + count)
+    chunk = at // CHUNK
+    begin = torch.maximum(at - at % shard.row, chunk * CHUNK)
+    within = (at - begin) % BLOCK
     block = (within == 0).cumsum(0)
-    block = block - block[chunk * _CHUNK] + chunk * _room(row)
-    return block * _BLOCK + within
+    block = block - block[chunk * CHUNK - low] + chunk * _room(shard.row) - _before(shard)
+    return (block * BLOCK + within)[shard.begin - low :]
 
 
-def _table(value: Tensor) -> Tensor:
+def _table(value: Tensor, shard: Shard) -> Tensor:
     """The elements in the order of memory, a block per line, with zeros where none are."""
     flat = value.detach().as_strided((value.numel(),), (1,), value.storage_offset())
-    row = _row(value)
-    if not row and flat.numel() % _BLOCK == 0:
-        return flat.view(-1, _BLOCK)
-    table = flat.new_zeros(_count(value) * _BLOCK)
-    if row:
-        table[_slots(value, row)] = flat
+    if not shard.row and flat.numel() % BLOCK == 0:
+        return flat.view(-1, BLOCK)
+    table = flat.new_zeros(_scales_of(shard, flat.numel()) * BLOCK)
+    if shard.row:
+        table[_slots(flat.numel(), shard).to(value.device)] = flat
     else:
         table[: flat.numel()] = flat
-    return table.view(-1, _BLOCK)
+    return table.view(-1, BLOCK)
 
 
-def _shaped(table: Tensor, like: Tensor) -> Tensor:
+def _shaped(table: Tensor, like: Tensor, shard: Shard) -> Tensor:
     """The elements of a table as a tensor of that shape and these strides."""
-    row, flat = _row(like), table.reshape(-1)
-    flat = flat[_slots(like, row)] if row else flat[: like.numel()]
-    return flat.as_strided(like.shape, like.stride())
+    flat = table.reshape(-1)
+    if shard.row:
+        flat = flat[_slots(like.numel(), shard).to(like.device)]
+    return flat[: like.numel()].as_strided(like.shape, like.stride())
 
 
-def _encode(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _encode(value: Tensor, dtype: torch.dtype, shard: Shard | None) -> tuple[Tensor, Tensor]:
     """The codes of a tensor without gaps, and their scales."""
-    table, is_signed = _table(value), dtype is torch.int8
+    blocks = shard or _all_of(value)
+    table, is_signed = _table(value, blocks), dtype is torch.int8
     terms = table if is_signed else table.sqrt()
     largest, most = terms.abs().amax(1, keepdim=True), _MOST if is_signed else _MOST**0.5
     up = (largest.view(torch.int32) + (0xFFFF - _SLACK)).bitwise_and_(-0x10000).view(torch.float32)
@@ -147,13 +203,14 @@ def _encode(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         numbers = terms * torch.where(scales > 0, torch.full_like(scales, 255.0) / scales, 0.0)
         numbers = torch.where(terms > 0, numbers.clamp(min=1.0), numbers)
     codes = torch.where(scales.isnan(), 0.0, numbers).round().to(dtype)
-    return _shaped(codes, value), scales.view(-1).to(torch.bfloat16)
+    return _shaped(codes, value, blocks), scales.view(-1).to(torch.bfloat16)
 
 
-def _decode(codes: Tensor, scales: Tensor) -> Tensor:
-    table, scale = _table(codes).float(), scales.float().view(-1, 1)
+def _decode(codes: Tensor, scales: Tensor, shard: Shard | None) -> Tensor:
+    blocks = shard or _all_of(codes)
+    table, scale = _table(codes, blocks).float(), scales.float().view(-1, 1)
     if codes.dtype is torch.int8:
         numbers = scale * (table / (254.0 - table.abs()))
     else:
         numbers = (table * (scale * (1 / 255))).square()
-    return _shaped(numbers, codes)
+    return _shaped(numbers, codes, blocks)

@@ -15,6 +15,7 @@ from ..grads.params import params_of
 from .codes import SCALES, decoded
 from .masters import fitting, give_masters, kept_dtype
 from .request import Steppable
+from .shards import shard_of
 
 
 class _Boxed(Tensor):
@@ -35,6 +36,7 @@ def _boxed(value: Tensor) -> _Boxed:
 
 class _Loading(NamedTuple):
     kinds: Steppable  # which masters and types it has
+    fits: bool  # the states are given these types, not only kept as they are
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
@@ -64,12 +66,15 @@ class _Loading(NamedTuple):
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
         states = {
-            param: fitting(self.kinds, _unwrapped(state, param), param)
+            param: self._fitting(_unwrapped(state, param), param)
             if isinstance(param, Tensor)
             else state
             for param, state in optimizer.state.items()
         }
         optimizer.state = defaultdict(dict, states)
+
+    def _fitting(self, state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        return fitting(self.kinds, state, param) if self.fits else state
 
 
 def _has_codes(state_dict: dict[str, Any]) -> bool:
@@ -78,9 +83,12 @@ def _has_codes(state_dict: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def loading_states(optimizer: Optimizer, kinds: Steppable) -> Iterator[None]:
-    """Inside, torch's load_state_dict() loads masters, and states of the types that `kinds` has."""
-    loading = _Loading(kinds)
+def loading_states(optimizer: Optimizer, kinds: Steppable, fits: bool = True) -> Iterator[None]:
+    """Inside, torch's load_state_dict() loads masters, and states of the types that `kinds` has.
+
+    Unless it `fits` them, those that torch would change stay as they were saved.
+    """
+    loading = _Loading(kinds, fits)
     handles = [
         optimizer.register_load_state_dict_pre_hook(loading.wrap),
         optimizer.register_load_state_dict_post_hook(loading.unwrap, prepend=True),
@@ -110,8 +118,7 @@ def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool
         native: leave codes as they are.
     """
     states = state_dict["state"]
-    if optimizer._codes_from and not native:
-        states.update({index: decoded(state) for index, state in states.items()})
+    show_plain(optimizer, state_dict, native)
     for group in state_dict["param_groups"]:
         if group.get("fused") or group.get("capturable") or optimizer._counts_on_device:
             continue
@@ -121,4 +128,14 @@ def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool
             if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
                 moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
                 states[index] = {**state, **moved}
+
+
+def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
+    """The same, but for counters."""
+    if optimizer._codes_from and not native:
+        states = state_dict["state"]
+        indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters
+            if index in states:
+                states[index] = decoded(states[index], shard_of(optimizer, param))
     give_masters(optimizer, state_dict)

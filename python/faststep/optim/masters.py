@@ -25,6 +25,7 @@ from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from ..grads.params import described, params_of
 from .codes import SCALES, decoded, encoded, fit_codes, new_scales
 from .request import Rule, Steppable
+from .shards import Shards, has_codes, shard_of, shards_of
 from .zeros import SMALL
 
 MASTER = "master_weights"
@@ -110,7 +111,9 @@ def seed_of(rounding: object, seed: object, dtype: torch.dtype | None) -> int | 
     return seed
 
 
-def kinds_of(optimizer: Steppable) -> tuple[bool, bool, int | None]:
+def kinds_of(
+    optimizer: Steppable, codes_from: int
+) -> tuple[bool, bool, int | None, int, Shards | None]:
     """The end of a rule: how an optimizer keeps masters and rounds states.
 
     Raises:
@@ -122,7 +125,9 @@ def kinds_of(optimizer: Steppable) -> tuple[bool, bool, int | None]:
             f'{type(optimizer).__name__}: rounding="stochastic" is for whole parameters, and this '
             "rank has parts of them (FullyShardedDataParallel); nothing was updated"
         )
-    return optimizer._keeps_masters, optimizer._has_remainders, seed
+    counts = codes_from or seed is not None
+    shards = shards_of(optimizer) if counts else None
+    return optimizer._keeps_masters, optimizer._has_remainders, seed, codes_from, shards
 
 
 def check_new_group(optimizer: Steppable) -> None:
@@ -156,17 +161,12 @@ def has_master(param: Tensor) -> bool:
     return param.dtype in _NARROW
 
 
-def has_codes(smallest: int, param: Tensor) -> bool:
-    """True if states of a parameter are in codes where those from so many elements on are."""
-    return 0 < smallest <= param.numel() and param.is_floating_point()
-
-
 def own_dtype(optimizer: Steppable, param: Tensor, key: str = "") -> torch.dtype:
     """The type of a new state of a parameter."""
     if not param.is_floating_point():  # torch's class makes its step
         return param.dtype
     if optimizer._codes_from:
-        coded = has_codes(optimizer._codes_from, param)
+        coded = has_codes(optimizer._codes_from, shards_of(optimizer), param)
         return optimizer._code_dtypes.get(key, torch.float32) if coded else torch.float32
     has_own = optimizer._keeps_masters and has_master(param)
     return optimizer._state_dtype or (torch.float32 if has_own else param.dtype)
@@ -181,7 +181,8 @@ def with_others(keys: tuple[str, ...], has_scales: bool, has_master: bool) -> tu
 def own_keys(rule: Rule, param: Tensor) -> tuple[str, ...]:
     """The names of a parameter's states, without that of a master."""
     keys = rule.state_keys[:-1] if rule.has_master else rule.state_keys
-    return keys[:-1] if rule.codes_from and not has_codes(rule.codes_from, param) else keys
+    coded = not rule.codes_from or has_codes(rule.codes_from, rule.shards, param)
+    return keys if coded else keys[:-1]
 
 
 def keys_for(rule: Rule, param: Tensor) -> tuple[str, ...]:
@@ -196,15 +197,21 @@ def begin_state(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: 
     coded = [key for key in own_keys(rule, param) if key in optimizer._code_dtypes]
     state = optimizer.state.get(param, {})
     scales = None
-    if has_codes(rule.codes_from, param) and any(state.get(key) is None for key in coded):
-        scales = new_scales(len(coded), param)  # first: memory may run out
+    shard = (rule.shards or {}).get(id(param))
+    is_coded = has_codes(rule.codes_from, rule.shards, param)
+    if is_coded and any(state.get(key) is None for key in coded):
+        scales = new_scales(len(coded), param, shard)  # first: memory may run out
     _begin_own(optimizer, group, rule, param)
     if scales is not None:
-        state = optimizer.state[param]
-        master = state.pop(MASTER, None)
-        state[SCALES] = scales
-        if master is not None:
-            state[MASTER] = master  # last, as in the rule's names
+        put_scales(optimizer.state[param], scales)
+
+
+def put_scales(state: dict[str, Any], scales: Tensor) -> None:
+    """Let a state have scales, before its master as in the rule's names."""
+    master = state.pop(MASTER, None)
+    state[SCALES] = scales
+    if master is not None:
+        state[MASTER] = master
 
 
 def _begin_own(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
@@ -225,11 +232,15 @@ def _begin_own(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: T
         wide = master  # only its kind counts
         if optimizer._has_remainders:
             wide = torch.empty_like(param, dtype=torch.float32)
+        shards = rule.shards or {}
+        if id(param) in shards:
+            shards[id(wide)] = shards[id(param)]
         try:  # those of an fp32 parameter
             optimizer._new_state(group, wide)
             made = optimizer.state[wide]
         finally:
             optimizer.state.pop(wide, None)
+            shards.pop(id(wide), None)
         made = {key: value for key, value in made.items() if state.get(key) is None}
     elif rule.has_step:
         optimizer._new_state(group, param)  # moves a counter to the parameter's device
@@ -271,10 +282,10 @@ def kept_dtype(optimizer: Steppable, key: str, param: Tensor) -> torch.dtype | N
 
 def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """A state as a step needs it: of its types, without a master where none is kept."""
-    fit, was_coded = {}, SCALES in state
-    coded = has_codes(optimizer._codes_from, param)
+    fit, was_coded, shard = {}, SCALES in state, shard_of(optimizer, param)
+    coded = has_codes(optimizer._codes_from, shards_of(optimizer), param)
     if was_coded and not (coded and fit_codes(state, param)):
-        state = decoded(state)
+        state = decoded(state, shard)
     for key, value in state.items():
         dtype = kept_dtype(optimizer, key, param)
         if key == MASTER and dtype is None:
@@ -287,16 +298,7 @@ def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> di
         else:
             is_cast = is_cast and dtype is not None and dtype.is_floating_point
             fit[key] = value.to(dtype) if is_cast else value
-    return encoded(fit, optimizer._code_dtypes, param) if coded else fit
-
-
-def refuse_codes(optimizer: object) -> None:
-    """Raise ValueError for an optimizer that is to be sharded, and has states in codes."""
-    if getattr(optimizer, "_codes_from", 0):
-        raise ValueError(
-            f'faststep.zero does not take a {type(optimizer).__name__} with state_dtype="int8": '
-            'states in 8 bits are not sharded so far; "bf16" states are'
-        )
+    return encoded(fit, optimizer._code_dtypes, param, shard) if coded else fit
 
 
 def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
@@ -308,13 +310,13 @@ def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
         state = state_dict["state"].get(index, {})
         remainder = state.get(MASTER)
         if isinstance(remainder, Tensor) and remainder.dtype is torch.int16:
-            state_dict["state"][index] = {**state, MASTER: _joined(param, remainder)}
+            state_dict["state"][index] = {**state, MASTER: joined(param, remainder)}
 
 
-def _joined(param: Tensor, remainder: Tensor) -> Tensor:
+def joined(param: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 value, as in csrc/base/portable.h."""
     if is_dtensor(param):
-        return like_dtensor(param, _joined(local_of(param), part_of(remainder)))
+        return like_dtensor(param, joined(local_of(param), part_of(remainder)))
     upper = param.detach().resolve_neg()
     bits = (upper.view(torch.int16).to(torch.int32) << 16) + remainder
     both = bits.view(torch.float32)
@@ -344,7 +346,8 @@ def refuse_by_torch(optimizer: Steppable, reason: str) -> None:
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
         kept = "masters (master_weights), which torch's operators do not know"
     elif any(
-        own_dtype(optimizer, p) != p.dtype or has_codes(optimizer._codes_from, p)
+        own_dtype(optimizer, p) != p.dtype
+        or has_codes(optimizer._codes_from, shards_of(optimizer), p)
         for p in params_of(optimizer)
     ):
         kept = "states of a type of their own (state_dtype), which torch's operators do not take"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .checks import check_limit, refuse_unchecked
+from .shards import Shards
 from .zeros import Zeros
 
 _RULES = _C.rules()
@@ -103,6 +104,7 @@ class Rule(NamedTuple):
     has_remainder: bool = False  # they are remainders
     noise_seed: int | None = None  # by this noise bf16 states are rounded
     codes_from: int = 0  # elements of the smallest parameter with states in codes; 0: none has
+    shards: Shards | None = None  # parameters that are parts of whole ones
 
 
 class Formula(NamedTuple):
@@ -133,6 +135,8 @@ class Steppable(Protocol):
     _noise_seed: int | None
     _state_dtype: torch.dtype | None
     _codes_from: int
+    _shards: Shards | None
+    _divided_shards: tuple[list[Tensor], list[Any], Shards] | None
     _code_dtypes: ClassVar[Mapping[str, torch.dtype]]
     _numbers: ClassVar[tuple[str, ...]]
     _counts_on_device: ClassVar[bool]

@@ -13,6 +13,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
 from .masters import codes_from, has_remainders, keeps_masters, seed_of, state_dtype_of
+from .shards import Shards
 from .wrapped import PassesOn
 
 StateDtype = Literal["fp32", "bf16", "int8"]
@@ -98,6 +99,8 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _noise_seed: int | None = None  # of stochastic rounding
     _state_dtype: torch.dtype | None = None  # None: as torch, and fp32 beside masters
     _codes_from: int = 0  # elements of the smallest parameter with states in codes; 0: none has
+    _shards: Shards | None = None  # of the slices of faststep.zero
+    _divided_shards: tuple[list[Tensor], list[Any], Shards] | None = None  # of DTensors
 
     # The states that a class can keep in codes of 8 bits, in the rule's order: int8 with signs,
     # uint8 without.

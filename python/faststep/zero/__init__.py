@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
-from ..optim.masters import has_remainders, keeps_masters, refuse_codes
+from .admitted import Kept
 from .build import build
 from .deepspeed import Loop, from_deepspeed_config
 from .engine import Options
@@ -37,7 +37,7 @@ def shard(
     replicate_group: Any = None,
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
-    master_weights: bool | Literal["fp32"] | None = None,
+    master_weights: bool | Literal["fp32", "remainder16"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
     timeout: float = 60,
@@ -83,7 +83,8 @@ def shard(
             rank owns. The step updates the masters, and parameters are these, rounded to the
             nearest. Parameters of other dtypes have none. `state_dict()` has the masters as
             "master_weights"; without them in a state dict, or in an optimizer that keeps none, they
-            begin as the parameters. False drops those of the optimizer. True is "fp32".
+            begin as the parameters. False drops those of the optimizer. True is "fp32"; with
+            "remainder16" a rank keeps the other halves of its bf16 parameters in their place.
             Default: None, as the optimizer does.
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
@@ -104,8 +105,8 @@ def shard(
             model with a communication hook or mixed_precision; a parameter that is sharded already,
             or is no dense tensor of a floating dtype in CPU memory or on the current CUDA device
             with NCCL.
-        ValueError: an argument out of range, a parameter that is not the model's, or an optimizer
-            with `master_weights="remainder16"` or `rounding="stochastic"`.
+        ValueError: an argument out of range, a parameter that is not the model's, or one in fp16
+            with `master_weights="remainder16"`.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
             gradient or hooks.
@@ -122,12 +123,6 @@ def shard(
             "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
             "two dimensions, and use an optimizer of faststep.optim"
         )
-    if has_remainders(master_weights) or getattr(optimizer, "_has_remainders", False):
-        raise ValueError('shard() keeps no remainders: use master_weights="fp32" in the optimizer')
-    if getattr(optimizer, "_noise_seed", None) is not None:
-        raise ValueError('shard() rounds states to the nearest: leave rounding="stochastic" away')
-    if master_weights is None:
-        master_weights = getattr(optimizer, "_keeps_masters", False)
     if stage != 3 and blocks is not None:
         raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
@@ -143,9 +138,7 @@ def shard(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r:.60}")
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
-    refuse_codes(optimizer)
     model = uncompiled(model)
-    state_dtype = getattr(optimizer, "_state_dtype", None)
-    masters = keeps_masters(master_weights)
-    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, masters, state_dtype)
+    kept = Kept.of(optimizer, master_weights)
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, kept)
     return build(model, optimizer, asked, process_group, replicate_group, blocks, timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from .. import optim
 from .._devices import has_kernels_for
 from .._torch.optim import method_of_script
 from ..optim.base import FusedOptimizer
+from ..optim.masters import has_remainders, keeps_masters
 from .hooks.gradients import sharded_params
 from .layout.flat_params import refuse_overlaps
 from .step.slice_optimizer import Kind
@@ -26,7 +27,42 @@ _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def fused_class_of(optimizer: Optimizer, keeps_masters: bool) -> Kind:
+class Kept(NamedTuple):
+    """What a sharded optimizer keeps beside torch's options, the same on all ranks."""
+
+    masters: bool
+    state_dtype: torch.dtype | None
+    has_remainders: bool
+    noise_seed: int | None
+    codes_from: int
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, master_weights: bool | str | None) -> Kept:
+        """By the options of an optimizer, and that of `shard`.
+
+        Raises:
+            ValueError: `master_weights` names no kind of them.
+        """
+        masters = getattr(optimizer, "_keeps_masters", False)
+        halves = getattr(optimizer, "_has_remainders", False)
+        if master_weights is not None:
+            masters, halves = keeps_masters(master_weights), has_remainders(master_weights)
+        return cls(
+            masters,
+            getattr(optimizer, "_state_dtype", None),
+            halves,
+            getattr(optimizer, "_noise_seed", None),
+            getattr(optimizer, "_codes_from", 0),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"master_weights {'remainder16' if self.has_remainders else self.masters}, state_dtype "
+            f"{self.state_dtype}, rounding_seed {self.noise_seed}, codes from {self.codes_from}"
+        )
+
+
+def fused_class_of(optimizer: Optimizer, kept: Kept) -> Kind:
     """The class whose step makes the same update, with the optimizer's defaults.
 
     Raises TypeError if there is none, or a script's code, or autograd, is part of the update.
@@ -54,8 +90,9 @@ def fused_class_of(optimizer: Optimizer, keeps_masters: bool) -> Kind:
     def made(groups: list[dict[str, Any]]) -> FusedOptimizer:
         fused: FusedOptimizer = _FUSED[base](groups)
         fused.defaults = optimizer.defaults  # Adagrad begins a state by them
-        fused._keeps_masters = keeps_masters
-        fused._state_dtype = getattr(optimizer, "_state_dtype", None)
+        fused._keeps_masters, fused._has_remainders = kept.masters, kept.has_remainders
+        fused._state_dtype, fused._codes_from = kept.state_dtype, kept.codes_from
+        fused._noise_seed = kept.noise_seed
         return fused
 
     return made
@@ -110,6 +147,16 @@ def refuse_taken(named: Iterable[tuple[str, Tensor]], taken: set[int]) -> None:
     for name, param in named:
         if id(param) in taken:
             raise taken_by_another(f"shard(): parameter {name!r}")
+
+
+def refuse_fp16(named: Iterable[tuple[str, Tensor]], kept: Kept) -> None:
+    """Raise ValueError for an fp16 parameter beside remainders."""
+    for name, param in named:
+        if kept.has_remainders and param.dtype is torch.float16:
+            raise ValueError(
+                f'shard(): parameter {name!r} is float16, and master_weights="remainder16" is '
+                'for bfloat16: use "fp32"'
+            )
 
 
 def admit(named: Sequence[tuple[str, Tensor]], before: Sequence[tuple[str, Tensor]]) -> None:

@@ -15,7 +15,16 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import fitting, has_master
-from .admitted import admit, device_of, fused_class_of, line_of, named_in, refuse_taken, taken_of
+from .admitted import (
+    admit,
+    device_of,
+    fused_class_of,
+    line_of,
+    named_in,
+    refuse_fp16,
+    refuse_taken,
+    taken_of,
+)
 from .engine import Engine, Options
 from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
@@ -36,7 +45,7 @@ def build(
     timeout: float,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
-    kind = fused_class_of(optimizer, asked.master_weights)
+    kind = fused_class_of(optimizer, asked.kept)
     if asked.max_grad_norm is None:
         asked = asked._replace(max_grad_norm=getattr(optimizer, "_max_grad_norm", None))
     stage, max_grad_norm = asked.stage, asked.max_grad_norm
@@ -53,6 +62,7 @@ def build(
         follow_successors(optimizer)
     # The parameters that get gradients, last ones first, as backward reaches them.
     named = [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
+    refuse_fp16(named, asked.kept)
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
         fused = _fused(kind, optimizer, asked)
@@ -77,7 +87,7 @@ def build(
     own = {id(slot.param) for slot in engine.slots}
     others = [p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own]
     engine.group.broadcast([*(bucket.params.flat for bucket in engine.buckets), *others])
-    cut_states(engine, _begun_states(optimizer, asked.master_weights))
+    cut_states(engine, _begun_states(optimizer, asked.kept.masters))
     optimizer.state.clear()
     return ShardedOptimizer(optimizer, engine.slices.fused, engine, max_grad_norm, group)
 
@@ -106,7 +116,7 @@ def _fused(kind: Kind, optimizer: Optimizer, asked: Options) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     fused = kind([{**options_of(optimizer.param_groups[0]), "params": []}])
     fused.param_groups = optimizer.param_groups
-    states = _begun_states(optimizer, asked.master_weights)
+    states = _begun_states(optimizer, asked.kept.masters)
     kept = {param: fitting(fused, state, param) for param, state in states.items()}
     fused.state = defaultdict(dict, kept)
     return fused

@@ -14,7 +14,7 @@ from .._torch.optim import increment_version
 from ..grads.hooks import weakly
 from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
-from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
+from .admitted import Kept, admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .hooks.gradient_buckets import CudaBucket, GradientBucket
 from .hooks.gradients import Gradients
 from .hooks.reducer import Reducer
@@ -40,14 +40,12 @@ class Options(NamedTuple):
     bucket_bytes: float
     max_grad_norm: float | None
     gather: str
-    master_weights: bool
-    state_dtype: torch.dtype | None
+    kept: Kept
 
     def __str__(self) -> str:
         return (
             f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
-            f"{self.max_grad_norm}, gather {self.gather!r}, master_weights {self.master_weights}, "
-            f"state_dtype {self.state_dtype}"
+            f"{self.max_grad_norm}, gather {self.gather!r}, {self.kept}"
         )
 
 
@@ -106,7 +104,7 @@ class Engine:
                 slot.stand_for(Placeholder(tensor, self.values, slot.index))
                 members.append(slot)
                 self.slots.append(slot)
-            is_wide = asked.master_weights and has_master(members[0].param)
+            is_wide = asked.kept.masters and has_master(members[0].param)
             sums = torch.float32 if is_wide else layout.dtype
             bucket = self._kind(layout, members, group, self._pool, asked.stage == 1, sums)
             self.buckets.append(bucket)

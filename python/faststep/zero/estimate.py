@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim.base import FusedOptimizer
-from ..optim.masters import begin_state, keys_for, refuse_codes
-from .admitted import fused_class_of
+from ..optim.masters import begin_state, keys_for
+from .admitted import Kept, fused_class_of
 from .hooks.reducer import MOST_UNDER_WAY
 from .layout.cuts import Bucket, flats_of, make_buckets
 from .stage3.blocks import blocks_of
@@ -186,8 +186,8 @@ def _states_of(
     """The entries that the optimizer keeps for parameters of a dtype, by starting a small one."""
     probe = nn.Parameter(torch.zeros(PROBE, dtype=like.dtype, device="cpu"))
     script = optimizer_class([probe])
-    refuse_codes(script)
-    return states_of(fused_class_of(script, master_weights)([{**script.param_groups[0]}]))
+    kept = Kept.of(script, master_weights or None)
+    return states_of(fused_class_of(script, kept)([{**script.param_groups[0]}]))
 
 
 def states_of(fused: FusedOptimizer) -> States:

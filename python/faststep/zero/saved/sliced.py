@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..._torch.tensors import new_wrapper
 from ...optim.base import FusedOptimizer
+from ...optim.codes import check_scales, fit_codes, with_scales_of
 from ...optim.masters import fitting
+from ...optim.shards import shard_of
 from ..layout.slots import Slot
 
 _aten = torch.ops.aten
@@ -179,12 +181,19 @@ def _cut(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[list[int]
 def cut_state(
     fused: FusedOptimizer, slot: Slot, state: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """This rank's part of the state of a whole parameter, by its part of the parameter."""
-    whole = fitting(fused, state, slot.param)
-    if not whole or slot.part is None:
+    """This rank's part of the state of a whole parameter, by its part of the parameter.
+
+    Raises:
+        ValueError: the state has scales that are not those of its codes.
+    """
+    check_scales(state)
+    if slot.part is None:
         return {}
-    numbers = ("step", *fused._numbers)
-    return {slot.part.values: {k: _part_of(v, slot, k in numbers) for k, v in whole.items()}}
+    values, numbers = slot.part.values, ("step", *fused._numbers)
+    shard = shard_of(fused, values) if fit_codes(state, slot.param) else None
+    state = with_scales_of(state, shard, values.numel())
+    made = fitting(fused, {k: _part_of(v, slot, k in numbers) for k, v in state.items()}, values)
+    return {values: made} if made else {}
 
 
 def _part_of(value: Any, slot: Slot, is_number: bool) -> Any:

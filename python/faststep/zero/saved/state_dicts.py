@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from ..._torch.checkpoint import Wanted, wanted_states
 from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
-from ...optim.load_states import loading_states
-from ...optim.masters import complete_states
+from ...optim.codes import SCALES, are_codes, shown
+from ...optim.load_states import loading_states, show_plain
+from ...optim.masters import MASTER, complete_states, fitting, joined, put_scales
+from ...optim.shards import shard_of
 from ..engine import Engine
 from ..hooks.gradient_buckets import GradientBucket
 from ..layout.slots import Slot
@@ -37,8 +39,11 @@ class StateDicts(Optimizer):
     _owned: FusedOptimizer
     _consolidated: States | None = None  # until the next step or load: what `state_dict` gives
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, native: bool = False) -> dict[str, Any]:
         """The whole state in torch's format on rank 0; without states on the others.
+
+        States in 8 bits are float32. With `native` they stay, for optimizers of faststep alone; at
+        stage 3, where they are DTensors, for as many ranks.
 
         A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
         memory for as long as the result lives; they come bucket by bucket.
@@ -50,11 +55,13 @@ class StateDicts(Optimizer):
         """
         if self._engine is None:
             complete_states(self._owned)
-            return super().state_dict()
+            state_dict = super().state_dict()
+            show_plain(self._owned, state_dict, native)
+            return state_dict
         wanted, whole = wanted_states(), self._consolidated
-        if whole is None or wanted is not None:
+        if whole is None or wanted is not None or native:
             self._prepare_states()
-            whole = _states_for(self._engine, wanted or "whole")
+            whole = _states_for(self._engine, wanted or "whole", native)
         mine = self.state
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
@@ -122,7 +129,7 @@ class StateDicts(Optimizer):
             self._engine.follow_moves()
             self.state = defaultdict(dict)
             try:
-                with loading_states(self, self._owned):
+                with loading_states(self, self._owned, fits=False):
                     super().load_state_dict(state_dict)
                 _drop_missing(self.state)
                 self._complete_loaded()
@@ -153,12 +160,12 @@ class StateDicts(Optimizer):
         )
 
 
-def _states_for(engine: Engine, wanted: Wanted) -> States:
+def _states_for(engine: Engine, wanted: Wanted, native: bool = False) -> States:
     """The states by whole parameters; a collective."""
     engine.group.meet("state_dict()" if wanted == "whole" else f"state_dict() ({wanted})")
     if wanted == "slices":
         return _sliced_states(engine)
-    return _whole_states(engine, everywhere=wanted == "whole everywhere")
+    return _whole_states(engine, wanted == "whole everywhere", native)
 
 
 def _sliced_states(engine: Engine) -> States:
@@ -180,7 +187,7 @@ def _sliced_states(engine: Engine) -> States:
         part, own = slot.part, {} if slot.part is None else states[slot.part.values]
         for key, it in entries.items():
             if isinstance(it, torch.dtype):
-                mine = None if part is None else (part.begin, own[key].detach().view(-1))
+                mine = None if part is None else (part.begin, _plain(engine, part.values, own, key))
                 it = SlicedState(slot.name, slot.shape, slot.strides, it, mine)
             made[slot.param][key] = it if isinstance(it, SlicedState) else own.get(key, it)
     made.update(engine.frozen_states)
@@ -188,14 +195,17 @@ def _sliced_states(engine: Engine) -> States:
 
 
 def _entries_on_all(
-    engine: Engine, states: Mapping[Tensor, dict[str, Any]]
+    engine: Engine, states: Mapping[Tensor, dict[str, Any]], native: bool = False
 ) -> dict[int, dict[str, Any]]:
     """The parts of the states of each parameter, by the number of its slot.
 
-    Tensors with an element per element of the parameter are their dtype.
+    Tensors with an element per element of the parameter are their dtype. Codes have no scales here;
+    unless `native` they are float32.
     """
     mine = {
-        slot.index: {key: _described(value) for key, value in state.items()}
+        slot.index: {
+            key: _described(key, value, native) for key, value in state.items() if key != SCALES
+        }
         for slot in engine.slots
         if slot.part is not None and (state := states.get(slot.part.values))
     }
@@ -206,13 +216,23 @@ def _entries_on_all(
     return found
 
 
-def _described(value: Any) -> Any:
+def _described(key: str, value: Any, native: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if (are_codes(value) and not native) or (key == MASTER and value.dtype is torch.int16):
+        return torch.float32  # as `_plain` shows it
     return value.dtype if value.dim() else value.cpu()  # one on a device would come to it there
 
 
-def _whole_states(engine: Engine, everywhere: bool) -> States:
+def _plain(engine: Engine, values: Tensor, state: Mapping[str, Any], key: str) -> Tensor:
+    """An entry of the state of a part, as torch's class would have it."""
+    value: Tensor = shown(state, key, shard_of(engine.slices.fused, values))
+    if key == MASTER and value.dtype is torch.int16:
+        value = joined(values, value)
+    return value.detach().reshape(-1)
+
+
+def _whole_states(engine: Engine, everywhere: bool, native: bool) -> States:
     """The states of whole parameters on rank 0, none on the others, or all `everywhere`.
 
     With replicas it is rank 0 of the first one. Whoever gets them needs room for all of them, and
@@ -222,13 +242,16 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
     group = engine.group
     if group.replicas is not None and group.replicas.rank and not everywhere:
         return whole  # the first replica has them too
-    entries_of = _entries_on_all(engine, engine.slices.fused.state)
+    entries_of = _entries_on_all(engine, engine.slices.fused.state, native)
     for bucket in engine.buckets:
         entries = [entries_of.get(slot.index, {}) for slot in bucket.slots]
         flats: dict[tuple[str, torch.dtype], Tensor] = {}
         for key, it in itertools.chain.from_iterable(some.items() for some in entries):
             if isinstance(it, torch.dtype) and (key, it) not in flats:
                 flats[key, it] = _gathered(engine, bucket, key, it, everywhere)
+        scales = (
+            _shared_scales(engine, bucket) if native and engine.slices.fused._codes_from else {}
+        )
         if group.rank and not everywhere:
             continue
         for slot, some, place in zip(bucket.slots, entries, bucket.layout.places, strict=True):
@@ -236,9 +259,26 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
                 if isinstance(it, torch.dtype):
                     it = flats[key, it].as_strided(slot.shape, slot.strides, place.begin)
                 whole[slot.param][key] = it.to("cpu", copy=True) if isinstance(it, Tensor) else it
+            if slot.index in scales:
+                put_scales(whole[slot.param], scales[slot.index])
     if everywhere or not group.rank:
         whole.update(engine.frozen_states)
     return whole
+
+
+def _shared_scales(engine: Engine, bucket: GradientBucket) -> dict[int, Tensor]:
+    """The scales of the parameters of a bucket, by the number of the slot; a collective."""
+    states = engine.slices.fused.state
+    mine = {
+        slot.index: states[slot.part.values][SCALES].cpu()
+        for slot in bucket.slots
+        if slot.part is not None and SCALES in states.get(slot.part.values, {})
+    }
+    found: dict[int, list[Tensor]] = {}
+    for theirs in engine.group.share(mine):
+        for index, scales in theirs.items():
+            found.setdefault(index, []).append(scales)
+    return {index: torch.cat(parts, 1) for index, parts in found.items()}
 
 
 def _gathered(
@@ -250,8 +290,11 @@ def _gathered(
     for place, _, count, at in bucket.layout.pieces_of(group.rank):
         part = bucket.slots[place].part
         mine = {} if part is None else engine.slices.fused.state.get(part.values, {})
-        if key in mine:
-            flat[at : at + count] = mine[key].detach().reshape(-1)
+        if part is not None and key in mine:
+            is_plain = dtype.is_floating_point
+            flat[at : at + count] = (
+                _plain(engine, part.values, mine, key) if is_plain else mine[key].reshape(-1)
+            )
     if flat.numel():
         (group.gather(flat, 0, what) if everywhere else group.collect(flat, what)).wait()
     return flat
@@ -283,7 +326,7 @@ def _load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
 def _problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
     """Why the state of a parameter cannot be cut for this rank; "" if it can."""
     for key, value in state.items():
-        if not isinstance(value, Tensor) or key == "step" or not value.dim():
+        if not isinstance(value, Tensor) or key in ("step", SCALES) or not value.dim():
             continue
         if value.shape != slot.param.shape:
             return (
@@ -311,7 +354,10 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     mine.clear()
     mine.update(cut)
     sharded = {id(slot.param) for slot in engine.slots}
+    fused = engine.slices.fused
     engine.frozen_states = {
-        param: state for param, state in states.items() if id(param) not in sharded
+        param: fitting(fused, state, param) if isinstance(param, Tensor) else state
+        for param, state in states.items()
+        if id(param) not in sharded
     }
     engine.slices.forget()

@@ -18,6 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..._torch.tensors import storage_records_of
 from ...grads.hooks import weakly
 from ...grads.params import name_of
+from ...optim.codes import with_scales_of
+from ...optim.shards import shard_of
 from ..admitted import taken_by_another
 from ..transport.group import Group
 from .blocks import has_forward, homes_of
@@ -162,12 +164,14 @@ def follow_successors(optimizer: Optimizer) -> None:
             return value  # a step counter
         return distribute_tensor(value, after.device_mesh, after.placements, src_data_rank=None)
 
+    for group in optimizer.param_groups:
+        group["params"][:] = [_successors.get(param, param) for param in group["params"]]
     for param, state in list(optimizer.state.items()):
         if (after := _successors.get(param)) is not None:
             del optimizer.state[param]
+            count = after.to_local().numel()
+            state = with_scales_of(state, shard_of(optimizer, after), count)
             optimizer.state[after] = {key: cut(value, param, after) for key, value in state.items()}
-    for group in optimizer.param_groups:
-        group["params"][:] = [_successors.get(param, param) for param in group["params"]]
 
 
 class Watch:

@@ -25,9 +25,11 @@ from ...clip import clip_grads_with_norm_
 from ...grads.params import params_of
 from ...grads.total import returned
 from ...optim.base import FusedOptimizer
+from ...optim.codes import SCALES
 from ...optim.masters import begin_state, keys_for
 from ...optim.plan_step import PlanStep
 from ...optim.request import Rule, StepAnswer, StepRequest
+from ...optim.shards import Shard, Shards, has_codes, row_of
 from ...optim.step import Stepper
 from ..layout.slots import Part, Slot
 from ..transport.group import Group, Late, refuse_capture
@@ -114,7 +116,21 @@ class SliceOptimizer:
             id(slot.param): number for number, members in enumerate(grouped) for slot in members
         }
         self._stepper.devices = devices_of(params_of(self.fused))
+        self.fused._shards = self._shards_of(groups)
         self.forget()
+
+    def _shards_of(self, groups: list[dict[str, Any]]) -> Shards | None:
+        """What this rank has of whole parameters, if something counts their elements."""
+        smallest, noise = self.fused._codes_from, self.fused._noise_seed
+        if not smallest and noise is None:
+            return None
+        params = chain.from_iterable(group["params"] for group in groups)
+        number = {id(param): place for place, param in enumerate(params)}
+        shards = {}
+        for slot, part in _owned(self.slots):
+            row, coded = row_of(slot.param), has_codes(smallest, None, slot.param)
+            shards[id(part.values)] = Shard(number[id(slot.param)], part.begin, row, coded)
+        return shards
 
     def forget(self) -> None:
         """Let go of states that were replaced."""
@@ -133,7 +149,10 @@ class SliceOptimizer:
     def keys_of(self, param: Tensor) -> tuple[str, ...] | None:
         """The names of the states of a parameter that is sharded; None for another tensor."""
         number = self._group_of.get(id(param))
-        return None if number is None else keys_for(self.take_options()[number], param)
+        if number is None:
+            return None
+        keys = keys_for(self.take_options()[number], param)
+        return tuple(key for key in keys if key != SCALES)
 
     def new_states(self) -> dict[Tensor, dict[str, Any]]:
         """The states that the parts have before their first step, which get none by this."""
