@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -225,6 +226,34 @@ def test_bf16_moments_that_a_hook_makes(declaration: Declaration) -> None:
             state = optimizer.state[param]
             assert {state[key].dtype for key in keys} == {torch.bfloat16}
             assert state["step"].item() == step + 1
+
+
+@pytest.mark.parametrize("option", [None, "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_states_of_a_type_that_others_chose(dtype: torch.dtype, option: Any) -> None:
+    """Copies have them as they are. Loading gives the parameter's type as torch does, or that of
+    `state_dtype`, and never numbers that bf16 has not."""
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 50).to(dtype))
+    optimizer = faststep.optim.AdamW([param], betas=(0.9, 0.99))
+    moments = {key: torch.zeros(50, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[param] = {"step": torch.zeros(()), **moments}
+    param.grad = torch.linspace(-2, 1, 50).to(dtype)
+    optimizer.step()
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (state,) = copied.state.values()
+        assert all(torch.equal(state[key], optimizer.state[param][key]) for key in state)
+        assert {state[key].dtype for key in moments} == {torch.bfloat16}
+    saved = optimizer.state_dict()
+    assert {saved["state"][0][key].dtype for key in moments} == {torch.bfloat16}
+    theirs = torch.optim.AdamW([param], betas=(0.9, 0.99))
+    theirs.load_state_dict(copy.deepcopy(saved))
+    ours = faststep.optim.AdamW([param], betas=(0.9, 0.99), state_dtype=option)
+    ours.load_state_dict(copy.deepcopy(saved))
+    wanted = {None: dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[option]
+    for key in moments:
+        assert theirs.state[param][key].dtype == dtype
+        assert ours.state[param][key].dtype == wanted
+        assert torch.equal(ours.state[param][key].float(), saved["state"][0][key].float())
 
 
 def test_one_norm_and_one_scale_for_all() -> None:

@@ -109,3 +109,20 @@ def test_estimate_counts_them() -> None:
     kinds = torch.optim.AdamW, functools.partial(faststep.optim.AdamW, state_dtype="bf16")
     wide, narrow = (zero.estimate(model, kind, ranks=1, stage=1).stages[1] for kind in kinds)
     assert wide.states - narrow.states == 4 * count
+
+
+@on_ranks(2)
+def test_states_that_a_script_has_put_there(rank: int, world: int) -> None:
+    """They keep their type in slices, and are loaded as torch does it."""
+    model = _Net(torch.float32)
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=0.01)
+    for param in model.parameters():
+        moments = {key: torch.zeros_like(param).bfloat16() for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.zeros(()), **moments}
+    sharded = zero.shard(model, optimizer)
+    _train(model, sharded, range(2))
+    saved = [sharded.state_dict()]
+    assert _types(sharded) == ({torch.bfloat16} if rank == 0 else set())
+    dist.broadcast_object_list(saved)
+    sharded.load_state_dict(saved[0])
+    assert _types(sharded) == ({torch.float32} if rank == 0 else set())
