@@ -253,9 +253,100 @@ def test_other_names(bad: Any) -> None:
         faststep.optim.AdamW(params_of(F32), state_dtype=bad)
 
 
-def test_it_is_no_option_of_a_group() -> None:
-    with pytest.raises(ValueError, match="state_dtype is an option of faststep's optimizers"):
-        faststep.optim.AdamW([{"params": params_of(F32), "state_dtype": "bf16"}])
+def test_types_of_groups() -> None:
+    """Each group has its own; `param_groups` of a state dict are torch's, and leave them alone."""
+    options: dict[str, Any] = {"state_dtype": "bf16", "betas": (0.9, 0.99), "lr": 0.01}
+    made = [params_of(F32)[0] for _ in range(4)]
+    others: list[dict[str, Any]] = [
+        {},
+        {"state_dtype": "fp32"},
+        {"rounding": "stochastic"},
+        {"state_dtype": "int8", "min_8bit_size": 100},
+    ]
+    groups = [{"params": [p], **own} for p, own in zip(made, others, strict=True)]
+    optimizer = faststep.optim.AdamW(groups, **options)
+    alone = [copy.deepcopy(param) for param in made]
+    singles = [
+        faststep.optim.AdamW([p], **{**options, **own})
+        for p, own in zip(alone, others, strict=True)
+    ]
+    singles[2] = faststep.optim.AdamW(
+        [params_of(F32)[1], *[params_of(F32)[1]], alone[2]], **options, rounding="stochastic"
+    )
+    for number in range(4):
+        grad = torch.randn(made[0].shape, generator=torch.Generator().manual_seed(number))
+        for param in (*made, *alone):
+            param.grad = grad.clone()
+        optimizer.step()
+        for single in singles:
+            single.step()
+        for mine, its, single in zip(made, alone, singles, strict=True):
+            assert torch.equal(mine, its)
+            for key, value in single.state[its].items():
+                assert torch.equal(optimizer.state[mine][key], value)
+        if number == 1:
+            saved = optimizer.state_dict(native=True)
+            assert (
+                not {"state_dtype", "rounding", "min_8bit_size"} & saved["param_groups"][3].keys()
+            )
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            assert [group.get("state_dtype") for group in optimizer.param_groups] == [
+                None, "fp32", None, "int8"
+            ]  # fmt: skip
+        if number == 2:
+            optimizer = copy.deepcopy(optimizer)
+            made = [group["params"][0] for group in optimizer.param_groups]
+    torch.optim.AdamW(made[:1], lr=0.1).load_state_dict(singles[0].state_dict())
+    for bad, text in (
+        ({"state_dtype": "fp16"}, "state_dtype must be None,"),
+        ({"state_dtype": "fp32", "rounding": "stochastic"}, "is for states in bf16"),
+        ({"rounding": "up"}, "rounding must be"),
+        ({"state_dtype": "int8", "min_8bit_size": -1}, "min_8bit_size must be"),
+        ({"rounding_seed": 1}, "rounding_seed is an option of faststep's optimizers, for all"),
+    ):
+        before = len(optimizer.param_groups)
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": params_of(F32), **bad})
+        assert len(optimizer.param_groups) == before
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_types_of_single_states(dtype: torch.dtype) -> None:
+    """Each state is that of an optimizer which has all of that type, after a step from the same."""
+    own: dict[str, Any] = {"exp_avg": "int8", "exp_avg_sq": "fp32"}
+    mixes: list[dict[str, Any]] = [own, {"exp_avg_sq": "int8"}, {"exp_avg": "bf16"}]
+    for mixed in mixes:
+        params = params_of(dtype)
+        optimizer = faststep.optim.AdamW(params, betas=(0.9, 0.99), state_dtype=mixed)
+        step(optimizer, 0)
+        param = params[0]
+        state = optimizer.state[param]
+        again = faststep.optim.AdamW(params, betas=(0.9, 0.99), state_dtype=mixed)
+        again.load_state_dict(optimizer.state_dict(native=True))
+        for key, value in state.items():
+            assert torch.equal(again.state[param][key], value)
+        for key in ("exp_avg", "exp_avg_sq"):
+            name = mixed.get(key)
+            alike = copy.deepcopy(params)
+            single = faststep.optim.AdamW(alike, betas=(0.9, 0.99), state_dtype=name)
+            for one, other in zip(alike, params, strict=True):
+                one.grad = other.grad
+            single.load_state_dict(faststep.optim.AdamW(alike, betas=(0.9, 0.99)).state_dict())
+            single.step()
+            assert single.state[alike[0]][key].dtype == state[key].dtype
+            assert torch.equal(single.state[alike[0]][key], state[key])
+        changed = faststep.optim.AdamW(params, betas=(0.9, 0.99), state_dtype="int8")
+        changed.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(changed.state_dict(native=True))
+        assert {k: v.dtype for k, v in optimizer.state[param].items()} == {
+            k: v.dtype for k, v in state.items()
+        }
+        step(optimizer, 1)
+        step(changed, 2)
+    with pytest.raises(ValueError, match="AdamW does not take state_dtype=\"int8\" of 'sum': Adam"):
+        faststep.optim.AdamW(params_of(F32), state_dtype={"sum": "int8"})
+    with pytest.raises(ValueError, match="state_dtype must be None,"):
+        faststep.optim.AdamW(params_of(F32), state_dtype={"exp_avg": "int4"})  # type: ignore
 
 
 def test_steps_of_torch_are_refused() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import faststep
 from faststep import zero
+from faststep.optim.state_kinds import StateKinds
 from ranks import on_ranks
 
 from .checkpoints import load, remove, save, shared_folder
@@ -173,7 +174,7 @@ def test_stage_3(rank: int, world: int) -> None:
         whole, model, wide = (Given(LIKE_RANKS, [dtype]) for _ in range(3))
         plain, other = optimizer_of(name, whole), optimizer_of(name, wide)
         begun = optimizer_of(name, model)
-        other._state_dtype, other._codes_from = F32, 0
+        other._kinds = StateKinds(F32)
         has_codes = "int8" in options.values()
         if world == 2:
             for one, optimizer in ((whole, plain), (model, begun)):

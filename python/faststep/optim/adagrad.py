@@ -13,6 +13,7 @@ from .arguments import composed
 from .counted import CountedOptimizer
 from .masters import begin_state, own_dtype
 from .request import formula
+from .state_kinds import kinds_in
 from .step_options import Arguments
 
 
@@ -31,7 +32,7 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         super().__init__(params, *args, **options)
         for group in self.param_groups:
             for param in group["params"]:  # torch has made the states, in the parameters' types
-                if own_dtype(self, param) != param.dtype:
+                if own_dtype(self, kinds_in(self, group), param, "sum") != param.dtype:
                     del self.state[param]
                     begin_state(self, group, self._rule_of(group), param)
 

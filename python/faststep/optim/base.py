@@ -28,13 +28,14 @@ from .load_states import loading_states, show_as_torch
 from .masters import (
     check_new_group,
     complete_states,
-    kinds_of,
+    ending_of,
     own_dtype,
     refuse_by_torch,
     with_others,
 )
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
+from .state_kinds import all_kinds, kinds_in
 from .step import Stepper, loss_of
 from .step_options import ClippedOptimizer
 from .zeros import Zeros
@@ -73,7 +74,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             parameter. Default: False; True is "fp32".
         state_dtype ("fp32", "bf16", "int8" or None): the type of all states of a parameter's shape
             but masters, to which a step rounds what it stores. "int8" is for Adam, AdamW, Lion and
-            SGD on CPUs. Default: None, the parameter's type, and fp32 beside masters.
+            SGD on CPUs. A dict has the types of single states by name; a parameter group may have
+            one of its own. Default: None, the parameter's type, and fp32 beside masters.
         min_8bit_size (int): with "int8", parameters of fewer elements have fp32 states.
             Default: 4096.
         rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
@@ -128,18 +130,18 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if type(group["lr"]) is not float:
             lr, lr_on_device = self._lr_of(group["lr"])
             group = {**group, "lr": lr}
-        codes_from = self._codes_from if keys else 0
+        codes_from = kinds_in(self, group).codes_from if keys else 0
         if self._keeps_masters or codes_from:
             keys = with_others(keys, bool(codes_from), self._keeps_masters)
         hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
-        kinds = kinds_of(self, codes_from)
-        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *kinds)
+        ending = ending_of(self, group, codes_from)
+        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *ending)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
-        state = self.state[param]
+        state, kinds = self.state[param], kinds_in(self, group)
         for key in self._formula_of(group).state_keys:
-            state[key] = self._zeros.like(param, own_dtype(self, param, key))
+            state[key] = self._zeros.like(param, own_dtype(self, kinds, param, key))
 
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
         """Raise for a state that has begun and lacks a part, as torch's loop does."""
@@ -287,7 +289,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _is_asked_for_more(self) -> bool:
         request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
         asks = request.measures or not (request.grad_scale is request.found_inf is None)
-        return asks or self._keeps_masters or self._state_dtype is not None
+        return asks or self._keeps_masters or not all(k.is_torchs for k in all_kinds(self))
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
@@ -389,9 +391,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "_is_asked_to_unscale": self._is_asked_to_unscale,
             "_keeps_masters": self._keeps_masters,
             "_has_remainders": self._has_remainders,
-            "_noise_seed": self._noise_seed,
-            "_state_dtype": self._state_dtype,
-            "_codes_from": self._codes_from,
+            "_kinds": self._kinds,
         }
 
 

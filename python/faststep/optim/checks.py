@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
+from .state_kinds import GROUP_OPTIONS
 
 # Of the optimizers beside torch's arguments, for all groups together.
 OPTIONS = (
@@ -23,8 +24,6 @@ _CLIP_BEFORE = (
 )
 _INSTEAD = {
     "master_weights": "use faststep.zero.shard() for parts with masters",
-    "state_dtype": "use faststep.zero.shard() for parts with such states",
-    "rounding": "do without stochastic rounding",
     "rounding_seed": "do without stochastic rounding",
 }
 
@@ -63,7 +62,7 @@ def refuse_group_options(group: dict[str, Any]) -> None:
     """
     for name in OPTIONS:
         value = group.get(name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and name not in GROUP_OPTIONS:
             raise ValueError(
                 f"{name} is an option of faststep's optimizers, for all groups together, but a "
                 "parameter group has it: pass it to the optimizer, or give a value of the script's "

@@ -17,6 +17,7 @@ from .shards import BLOCK, CHUNK, Shard, row_of
 
 SCALES = "state_scales"  # of a parameter's states in codes, a row each
 
+_NO_ROWS = ("step", SCALES, "master_weights")
 _MOST, _LEAST = 2.0**126, 2.0**-126  # a block with a larger number becomes NaN
 _SLACK = 16
 
@@ -49,11 +50,11 @@ def check_scales(state: Mapping[str, Any], shard: Shard | None = None) -> None:
     scales = state.get(SCALES)
     if scales is None:
         return
-    coded = _coded(state)
-    for key in coded:
+    for row, key in enumerate(_rows(state)):
         codes = part_of(state[key])
         wanted = scales.shape[0] if scales.dim() == 2 else 0, _count(codes, shard)
-        if scales.shape != wanted or wanted[0] < len(coded) or not _is_dense(codes):
+        fit = scales.shape == wanted and wanted[0] > row and _is_dense(codes)
+        if are_codes(codes) and not fit:
             raise ValueError(f"'{SCALES}' are not the scales of '{key}'")
 
 
@@ -62,34 +63,44 @@ def shown(state: Mapping[str, Any], key: str, shard: Shard | None) -> Any:
     value = state[key]
     if SCALES not in state or not are_codes(value):
         return value
-    made = _decode(part_of(value), state[SCALES][_coded(state).index(key)], shard)
+    made = _decode(part_of(value), state[SCALES][_rows(state).index(key)], shard)
     return like_dtensor(value, made) if is_dtensor(value) else made
 
 
-def _coded(state: Mapping[str, Any]) -> list[str]:
-    """The names of the states in codes, in the order of the scales."""
-    return [key for key, value in state.items() if are_codes(value)]
+def _rows(state: Mapping[str, Any]) -> list[str]:
+    """The names of the states that rows of the scales are for, of which some may be in codes."""
+    return [
+        key
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and key not in _NO_ROWS
+    ]
 
 
 def encoded(
     state: Mapping[str, Any],
-    dtypes: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype | None],
     param: Tensor,
     shard: Shard | None,
 ) -> dict[str, Any]:
-    """A state with the entries that `dtypes` names in codes of these types.
+    """A state with the entries that `dtypes` names in codes of these types, but for None.
 
     Entries that are no floats of the parameter's shape stay as they are.
     """
-    made, scales = dict(state), []
+    made: dict[str, Any] = dict(state)
+    scales = []
     for key, dtype in dtypes.items():
         value = made.get(key)
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape:
+        if not isinstance(value, Tensor) or are_codes(value) or value.shape != param.shape:
+            continue
+        if dtype is None:
+            scales.append(new_scales(1, param, shard)[0])
+        elif value.is_floating_point():
             like = torch.empty_like(part_of(param), dtype=torch.float32)
             codes, row = _encode(like.copy_(_divided_as(value, param)), dtype, shard)
             made[key] = like_dtensor(param, codes) if is_dtensor(param) else codes
             scales.append(row)
-    return {**made, SCALES: torch.stack(scales)} if scales else made
+    is_new = scales and SCALES not in made
+    return {**made, SCALES: torch.stack(scales)} if is_new else made
 
 
 def _divided_as(value: Any, param: Tensor) -> Tensor:
@@ -101,9 +112,14 @@ def _divided_as(value: Any, param: Tensor) -> Tensor:
     return part_of(value if same else value.redistribute(spec.mesh, spec.placements))
 
 
-def fit_codes(state: Mapping[str, Any], param: Tensor) -> bool:
-    """True if a state's codes are those of a parameter like this one."""
+def fit_codes(
+    state: Mapping[str, Any], dtypes: Mapping[str, torch.dtype | None], param: Tensor
+) -> bool:
+    """True if a state's codes are those of a parameter like this one, of these types."""
     like = torch.empty_like(part_of(param), device="meta")
+    found = {key: value.dtype if are_codes(value) else None for key, value in state.items()}
+    if any(dtype != dtypes.get(key) for key, dtype in found.items() if dtype or key in dtypes):
+        return False
     return all(
         is_dtensor(value) == is_dtensor(param)
         and (part_of(value).shape, part_of(value).stride(), value.device)

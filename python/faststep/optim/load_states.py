@@ -16,6 +16,7 @@ from .codes import SCALES, decoded
 from .masters import fitting, give_masters, kept_dtype
 from .request import Steppable
 from .shards import shard_of
+from .state_kinds import GROUP_OPTIONS, StateKinds, all_kinds, kinds_in, options_in
 
 
 class _Boxed(Tensor):
@@ -36,18 +37,25 @@ def _boxed(value: Tensor) -> _Boxed:
 
 class _Loading(NamedTuple):
     kinds: Steppable  # which masters and types it has
+    options: list[dict[str, Any]]  # of the groups
     fits: bool  # the states are given these types, not only kept as they are
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
-        plain = not self.kinds._keeps_masters and self.kinds._state_dtype is None
+        of_groups = [kinds_in(self.kinds, group) for group in optimizer.param_groups]
+        plain = not self.kinds._keeps_masters and all(kinds.is_torchs for kinds in of_groups)
         if plain and not _has_codes(state_dict):
             return state_dict  # torch gives all types
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         params = dict(zip(saved, params_of(optimizer)))  # noqa: B905 - torch says what does not fit
+        kinds_of = {
+            id(param): kinds
+            for group, kinds in zip(optimizer.param_groups, of_groups, strict=True)
+            for param in group["params"]
+        }
         states = {
             key: {
-                name: self._wrapped(name, value, params[key], state)
+                name: self._wrapped(name, value, params[key], state, kinds_of)
                 for name, value in state.items()
             }
             if key in params
@@ -56,15 +64,26 @@ class _Loading(NamedTuple):
         }
         return {**state_dict, "state": states}
 
-    def _wrapped(self, name: str, value: Any, param: Tensor, state: dict[str, Any]) -> Any:
+    def _wrapped(
+        self,
+        name: str,
+        value: Any,
+        param: Tensor,
+        state: dict[str, Any],
+        kinds_of: dict[int, StateKinds],
+    ) -> Any:
         """In a box, unless torch is to give it the type of the parameter."""
         if not isinstance(value, Tensor) or not isinstance(param, Tensor):
             return value
-        is_kept = kept_dtype(self.kinds, name, param) is not None
+        is_kept = kept_dtype(self.kinds, kinds_of[id(param)], name, param) is not None
         return _boxed(value) if is_kept or (SCALES in state and name != "step") else value
 
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
+        for group, own in zip(optimizer.param_groups, self.options, strict=True):
+            for name in GROUP_OPTIONS:  # those of a checkpoint are not this optimizer's
+                group.pop(name, None)
+            group.update(own)
         states = {
             param: self._fitting(_unwrapped(state, param), param)
             if isinstance(param, Tensor)
@@ -88,7 +107,7 @@ def loading_states(optimizer: Optimizer, kinds: Steppable, fits: bool = True) ->
 
     Unless it `fits` them, those that torch would change stay as they were saved.
     """
-    loading = _Loading(kinds, fits)
+    loading = _Loading(kinds, [options_in(group) for group in optimizer.param_groups], fits)
     handles = [
         optimizer.register_load_state_dict_pre_hook(loading.wrap),
         optimizer.register_load_state_dict_post_hook(loading.unwrap, prepend=True),
@@ -132,7 +151,10 @@ def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool
 
 def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
     """The same, but for counters."""
-    if optimizer._codes_from and not native:
+    for group in state_dict["param_groups"]:
+        for name in GROUP_OPTIONS if optimizer._made_from is None else ():
+            group.pop(name, None)
+    if not native and any(kinds.codes_from for kinds in all_kinds(optimizer)):
         states = state_dict["state"]
         indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,14 +25,10 @@ from ..grads.params import described, params_of
 from .codes import SCALES, decoded, encoded, fit_codes, new_scales
 from .request import Rule, Steppable
 from .shards import Shards, has_codes, shard_of, shards_of
+from .state_kinds import StateKinds, kinds_for, kinds_in, warn_of_decay
 from .zeros import SMALL
 
 MASTER = "master_weights"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-_WORDS: dict[torch.dtype | None, tuple[str, str, str]] = {
-    torch.bfloat16: ('"bf16"', "bfloat16 numbers", '0.996 avoids it, or rounding="stochastic"'),
-    torch.int8: ('"int8"', "codes", "0.99 avoids it"),
-}
 _NARROW = (torch.bfloat16, torch.float16)
 _REMAINDERS = "remainder16"
 
@@ -57,69 +52,27 @@ def has_remainders(master_weights: object) -> bool:
     return master_weights == _REMAINDERS
 
 
-def refuse_fp16(optimizer: Steppable) -> None:
-    """Raise ValueError, and drop the group that came last, for its fp16 parameter beside them."""
+def _refuse_fp16(optimizer: Steppable) -> None:
+    """Raise ValueError for an fp16 parameter, of the group that came last, beside them."""
     number, group = len(optimizer.param_groups) - 1, optimizer.param_groups[-1]
     dtypes = [param.dtype for param in group["params"]] if optimizer._has_remainders else []
     if torch.float16 in dtypes:
         where = described(optimizer, number, dtypes.index(torch.float16))
-        optimizer.param_groups.pop()
         raise ValueError(
             f'{type(optimizer).__name__}: {where} is float16, and master_weights="{_REMAINDERS}" '
             'is for bfloat16: use "fp32"'
         )
 
 
-def state_dtype_of(name: object) -> torch.dtype | None:
-    """What an optimizer's option of that name asks for; ValueError for another one."""
-    if name is None or (isinstance(name, str) and name in _DTYPES):
-        return None if name is None else _DTYPES[name]
-    *names, last = (f'"{known}"' for known in _DTYPES)
-    raise ValueError(f"state_dtype must be {', '.join(['None', *names])} or {last}, not {name!r}")
-
-
-def codes_from(kind: str, takes_codes: bool, smallest: object) -> int:
-    """The elements of the smallest parameter with states in codes, by an optimizer's options.
-
-    Raises:
-        ValueError: its class has none, or `smallest` is no number of elements.
-    """
-    if not takes_codes:
-        raise ValueError(
-            f'{kind} does not take state_dtype="int8": Adam, AdamW, Lion and SGD with momentum do'
-        )
-    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 0:
-        raise ValueError(f"min_8bit_size must be a number of elements, not {smallest!r}")
-    return max(1, smallest)
-
-
-def seed_of(rounding: object, seed: object, dtype: torch.dtype | None) -> int | None:
-    """The seed of the noise that rounds states of this type; None if they go to the nearest.
-
-    Raises:
-        ValueError: the options ask for another way to round, noise without bf16 states, or a seed
-            out of range.
-    """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f'rounding must be "nearest" or "stochastic", not {rounding!r}')
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise ValueError(f"rounding_seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
-    if rounding == "nearest":
-        return None
-    if dtype is not torch.bfloat16:
-        raise ValueError('rounding="stochastic" is for states in bf16: pass state_dtype="bf16" too')
-    return seed
-
-
-def kinds_of(
-    optimizer: Steppable, codes_from: int
+def ending_of(
+    optimizer: Steppable, group: dict[str, Any], codes_from: int
 ) -> tuple[bool, bool, int | None, int, Shards | None]:
     """The end of a rule: how an optimizer keeps masters and rounds states.
 
     Raises:
         RuntimeError: this rank has parts of parameters, of which noise does not know the places.
     """
-    seed = optimizer._noise_seed
+    seed = kinds_in(optimizer, group).noise_seed
     if seed is not None and optimizer._is_divided_by_fsdp1():
         raise RuntimeError(
             f'{type(optimizer).__name__}: rounding="stochastic" is for whole parameters, and this '
@@ -131,29 +84,20 @@ def kinds_of(
 
 
 def check_new_group(optimizer: Steppable) -> None:
-    """Raise ValueError for the group that came last, or warn of it, because of its states."""
+    """Raise ValueError for the group that came last, which is dropped, or warn of it, because of
+    its states."""
     group, kind = optimizer.param_groups[-1], type(optimizer).__name__
-    refuse_fp16(optimizer)
-    if optimizer._noise_seed is not None and not optimizer._formula_of(group).has_step:
-        raise ValueError(
-            f'{kind}: rounding="stochastic" needs a count of the steps, and {kind} keeps none'
-        )
-    if optimizer._noise_seed is None:
-        warn_of_decay(optimizer, group)
-
-
-def warn_of_decay(optimizer: Steppable, group: dict[str, Any]) -> None:
-    """Warn of bf16 and int8 states with a decay that rounding to the nearest undoes."""
-    betas = group.get("betas", ())
-    words = _WORDS.get(optimizer._state_dtype)
-    if words and len(betas) == 2 and 0 < 1 - betas[1] < 2**-8:
-        kind, last = type(optimizer).__name__, float(betas[1])
-        warnings.warn(
-            f"{kind}: with betas[1] = {last} and state_dtype={words[0]} the second state shrinks "
-            f"by less per step than half the distance of two {words[1]}, and so not at all: "
-            f"betas[1] of at most {words[2]}",
-            stacklevel=5,
-        )
+    try:
+        _refuse_fp16(optimizer)
+        is_noisy = kinds_in(optimizer, group).is_noisy
+        if is_noisy and not optimizer._formula_of(group).has_step:
+            raise ValueError(
+                f'{kind}: rounding="stochastic" needs a count of the steps, and {kind} keeps none'
+            )
+    except ValueError:
+        optimizer.param_groups.pop()
+        raise
+    warn_of_decay(optimizer, group)
 
 
 def has_master(param: Tensor) -> bool:
@@ -161,15 +105,16 @@ def has_master(param: Tensor) -> bool:
     return param.dtype in _NARROW
 
 
-def own_dtype(optimizer: Steppable, param: Tensor, key: str = "") -> torch.dtype:
+def own_dtype(optimizer: Steppable, kinds: StateKinds, param: Tensor, key: str = "") -> torch.dtype:
     """The type of a new state of a parameter."""
     if not param.is_floating_point():  # torch's class makes its step
         return param.dtype
-    if optimizer._codes_from:
-        coded = has_codes(optimizer._codes_from, shards_of(optimizer), param)
+    wanted = kinds.of(key)
+    if wanted is torch.int8:
+        coded = has_codes(kinds.codes_from, shards_of(optimizer), param)
         return optimizer._code_dtypes.get(key, torch.float32) if coded else torch.float32
     has_own = optimizer._keeps_masters and has_master(param)
-    return optimizer._state_dtype or (torch.float32 if has_own else param.dtype)
+    return wanted or (torch.float32 if has_own else param.dtype)
 
 
 @functools.cache
@@ -194,13 +139,13 @@ def keys_for(rule: Rule, param: Tensor) -> tuple[str, ...]:
 def begin_state(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
     """Create the missing entries of `optimizer.state[param]`, with scales and a master if it has
     them."""
-    coded = [key for key in own_keys(rule, param) if key in optimizer._code_dtypes]
+    names = [key for key in own_keys(rule, param) if key in optimizer._code_dtypes]
     state = optimizer.state.get(param, {})
     scales = None
     shard = (rule.shards or {}).get(id(param))
     is_coded = has_codes(rule.codes_from, rule.shards, param)
-    if is_coded and any(state.get(key) is None for key in coded):
-        scales = new_scales(len(coded), param, shard)  # first: memory may run out
+    if is_coded and any(state.get(key) is None for key in names):
+        scales = new_scales(len(names), param, shard)  # first: memory may run out
     _begin_own(optimizer, group, rule, param)
     if scales is not None:
         put_scales(optimizer.state[param], scales)
@@ -266,7 +211,9 @@ def complete_states(optimizer: Steppable) -> None:
                 begin_state(optimizer, group, rule, param)
 
 
-def kept_dtype(optimizer: Steppable, key: str, param: Tensor) -> torch.dtype | None:
+def kept_dtype(
+    optimizer: Steppable, kinds: StateKinds, key: str, param: Tensor
+) -> torch.dtype | None:
     """The type that an entry of a state has whatever is loaded; None for that which torch gives."""
     masters = optimizer._keeps_masters and has_master(param)
     if key == "step":
@@ -276,18 +223,28 @@ def kept_dtype(optimizer: Steppable, key: str, param: Tensor) -> torch.dtype | N
         return (torch.int16 if halves else torch.float32) if masters else None
     if key == SCALES:
         return torch.bfloat16
-    has_own = masters or optimizer._state_dtype is not None
-    return own_dtype(optimizer, param, key) if has_own else None
+    has_own = masters or kinds.of(key) is not None
+    return own_dtype(optimizer, kinds, param, key) if has_own else None
+
+
+def code_dtypes_of(optimizer: Steppable, param: Tensor) -> dict[str, torch.dtype | None]:
+    """The types of codes of a parameter's states; None for one that is not in codes."""
+    kinds = kinds_for(optimizer, param)
+    coded = has_codes(kinds.codes_from, shards_of(optimizer), param)
+    return {
+        key: dtype if coded and kinds.of(key) is torch.int8 else None
+        for key, dtype in optimizer._code_dtypes.items()
+    }
 
 
 def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """A state as a step needs it: of its types, without a master where none is kept."""
     fit, was_coded, shard = {}, SCALES in state, shard_of(optimizer, param)
-    coded = has_codes(optimizer._codes_from, shards_of(optimizer), param)
-    if was_coded and not (coded and fit_codes(state, param)):
+    kinds, dtypes = kinds_for(optimizer, param), code_dtypes_of(optimizer, param)
+    if was_coded and not fit_codes(state, dtypes, param):
         state = decoded(state, shard)
     for key, value in state.items():
-        dtype = kept_dtype(optimizer, key, param)
+        dtype = kept_dtype(optimizer, kinds, key, param)
         if key == MASTER and dtype is None:
             continue
         if was_coded and dtype is None and key != "step":
@@ -298,7 +255,7 @@ def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> di
         else:
             is_cast = is_cast and dtype is not None and dtype.is_floating_point
             fit[key] = value.to(dtype) if is_cast else value
-    return encoded(fit, optimizer._code_dtypes, param, shard) if coded else fit
+    return encoded(fit, dtypes, param, shard) if any(dtypes.values()) else fit
 
 
 def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
@@ -340,15 +297,22 @@ def _remainder(master: Tensor, param: Tensor) -> Tensor:
     return low.to(torch.int16)
 
 
+def _params_by_kinds(optimizer: Steppable) -> Iterator[tuple[StateKinds, Tensor]]:
+    for group in optimizer.param_groups:
+        kinds = kinds_in(optimizer, group)
+        yield from ((kinds, param) for param in group["params"])
+
+
 def refuse_by_torch(optimizer: Steppable, reason: str) -> None:
     """Raise RuntimeError for a step by torch's operators, which know no masters nor other types."""
     kept = ""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
         kept = "masters (master_weights), which torch's operators do not know"
     elif any(
-        own_dtype(optimizer, p) != p.dtype
-        or has_codes(optimizer._codes_from, shards_of(optimizer), p)
-        for p in params_of(optimizer)
+        kinds.by_name
+        or own_dtype(optimizer, kinds, p) != p.dtype
+        or has_codes(kinds.codes_from, shards_of(optimizer), p)
+        for kinds, p in _params_by_kinds(optimizer)
     ):
         kept = "states of a type of their own (state_dtype), which torch's operators do not take"
     if kept:

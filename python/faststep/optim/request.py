@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .checks import check_limit, refuse_unchecked
 from .shards import Shards
+from .state_kinds import StateKinds
 from .zeros import Zeros
 
 _RULES = _C.rules()
@@ -132,9 +133,8 @@ class Steppable(Protocol):
     defaults: dict[str, Any]
     _keeps_masters: bool
     _has_remainders: bool
-    _noise_seed: int | None
-    _state_dtype: torch.dtype | None
-    _codes_from: int
+    _kinds: StateKinds
+    _made_from: ClassVar[Any]
     _shards: Shards | None
     _divided_shards: tuple[list[Tensor], list[Any], Shards] | None
     _code_dtypes: ClassVar[Mapping[str, torch.dtype]]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._torch.dtensor import any_dtensor, is_dtensor, spec_of, specs_of
 from ..grads.params import described, params_of
+from .state_kinds import Kinded, all_kinds, kinds_in
 
 BLOCK, CHUNK = 64, 16384  # elements; csrc/rules/codes.h and csrc/base/work.h
 
@@ -26,12 +27,9 @@ class Shard(NamedTuple):
 Shards = dict[int, Shard]  # by id() of the tensors; C looks there too
 
 
-class Sharded(Protocol):
+class Sharded(Kinded, Protocol):
     """An optimizer that may have shards."""
 
-    param_groups: list[dict[str, Any]]
-    _codes_from: int
-    _noise_seed: int | None
     _shards: Shards | None
     _divided_shards: tuple[list[Tensor], list[Any], Shards] | None
 
@@ -54,7 +52,8 @@ def shards_of(optimizer: Sharded) -> Shards | None:
     """
     if optimizer._shards is not None:
         return optimizer._shards
-    if not optimizer._codes_from and optimizer._noise_seed is None:
+    kinds = all_kinds(optimizer)
+    if not any(one.codes_from or one.is_noisy for one in kinds):
         return None
     params = params_of(optimizer)
     if not any_dtensor(params):
@@ -91,6 +90,7 @@ def _divided(optimizer: Sharded, params: list[Tensor]) -> Shards:
         for number, group in enumerate(optimizer.param_groups)
         for index in range(len(group["params"]))
     )
+    kinds = [kinds_in(optimizer, group) for group in optimizer.param_groups]
     for number, (param, place) in enumerate(zip(params, places, strict=True)):
         if is_dtensor(param):
             cut = _cut_of(param)
@@ -103,9 +103,10 @@ def _divided(optimizer: Sharded, params: list[Tensor]) -> Shards:
                 )
             begin, edges = cut
             row = row_of(param)
-            whole = has_codes(optimizer._codes_from, None, param)
+            own = kinds[place[0]]
+            whole = has_codes(own.codes_from, None, param)
             coded = whole and (row > 0 or all(edge % BLOCK == 0 for edge in edges))
-            counts = coded or optimizer._noise_seed is not None
+            counts = coded or own.is_noisy
             shards[id(param)] = Shard(number, begin if counts else 0, row, coded)
     return shards
 

@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
-from .masters import codes_from, has_remainders, keeps_masters, seed_of, state_dtype_of
+from .masters import has_remainders, keeps_masters
 from .shards import Shards
+from .state_kinds import StateKinds, kinds_by
 from .wrapped import PassesOn
 
 StateDtype = Literal["fp32", "bf16", "int8"]
@@ -71,10 +72,11 @@ class Arguments(TypedDict, total=False):
         "other 16 bits of its master beside it.",
     ]
     state_dtype: Annotated[
-        StateDtype | None,
+        StateDtype | Mapping[str, StateDtype | None] | None,
         '("fp32", "bf16", "int8" or None): the type of all states of a parameter\'s shape but '
         'masters, rounded to the nearest; "int8" is for Adam, AdamW, Lion and SGD on CPUs. None is '
-        "torch's, that of the parameter, and float32 beside masters.",
+        "torch's, that of the parameter, and float32 beside masters. A dict has the types of "
+        "single states by name.",
     ]
     min_8bit_size: Annotated[
         int, '(int): with state_dtype="int8", states of fewer elements are float32.'
@@ -96,9 +98,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _skipped: bool | Tensor = False
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
     _has_remainders: bool = False  # which are remainders
-    _noise_seed: int | None = None  # of stochastic rounding
-    _state_dtype: torch.dtype | None = None  # None: as torch, and fp32 beside masters
-    _codes_from: int = 0  # elements of the smallest parameter with states in codes; 0: none has
+    _kinds: StateKinds = StateKinds()  # of states in groups without options of their own
     _shards: Shards | None = None  # of the slices of faststep.zero
     _divided_shards: tuple[list[Tensor], list[Any], Shards] | None = None  # of DTensors
 
@@ -116,7 +116,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         master_weights: bool | Literal["fp32", "remainder16"] = False,
-        state_dtype: StateDtype | None = None,
+        state_dtype: StateDtype | Mapping[str, StateDtype | None] | None = None,
         min_8bit_size: int = 4096,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         rounding_seed: int = 0,
@@ -126,11 +126,11 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         self._keep_grads = bool(keep_grads)
         self._keeps_masters = keeps_masters(master_weights)
         self._has_remainders = has_remainders(master_weights)
-        self._state_dtype = state_dtype_of(state_dtype)
-        self._noise_seed = seed_of(rounding, rounding_seed, self._state_dtype)
-        if self._state_dtype is torch.int8:
-            kind, has_codes = type(self).__name__, bool(self._code_dtypes)
-            self._codes_from = codes_from(kind, has_codes, min_8bit_size)
+        if rounding is None:
+            raise ValueError('rounding must be "nearest" or "stochastic", not None')
+        numbers = StateKinds(smallest=min_8bit_size, seed=rounding_seed)
+        asked = {"state_dtype": state_dtype, "rounding": rounding}
+        self._kinds = kinds_by(type(self).__name__, self._code_dtypes, numbers, **asked)
 
     @property
     def _devices(self) -> tuple[int, ...]:

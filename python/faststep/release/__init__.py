@@ -12,6 +12,7 @@ from ..grads.buckets import Reduced
 from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
+from ..optim.state_kinds import all_kinds
 from ..optim.wrapped import unwrapped
 from .before_step import refuse_code_before_step
 from .clip_modes import Clip, check_clipping
@@ -113,7 +114,7 @@ def _checked(optimizer: Optimizer) -> FusedOptimizer:
             f"release_gradients() would pass by {type(inside).__name__}.step(), which finds no "
             "gradients: it takes optimizers with the step of faststep.optim"
         )
-    if inside._noise_seed is not None:
+    if any(kinds.is_noisy for kinds in all_kinds(inside)):
         raise ValueError(
             "release_gradients() rounds states to the nearest: leave "
             'rounding="stochastic" away, for which it would have to know the order of parameters'

@@ -15,6 +15,7 @@ from .._devices import has_kernels_for
 from .._torch.optim import method_of_script
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_remainders, keeps_masters
+from ..optim.state_kinds import StateKinds
 from .hooks.gradients import sharded_params
 from .layout.flat_params import refuse_overlaps
 from .step.slice_optimizer import Kind
@@ -31,10 +32,8 @@ class Kept(NamedTuple):
     """What a sharded optimizer keeps beside torch's options, the same on all ranks."""
 
     masters: bool
-    state_dtype: torch.dtype | None
     has_remainders: bool
-    noise_seed: int | None
-    codes_from: int
+    kinds: StateKinds
 
     @classmethod
     def of(cls, optimizer: Optimizer, master_weights: bool | str | None) -> Kept:
@@ -47,18 +46,14 @@ class Kept(NamedTuple):
         halves = getattr(optimizer, "_has_remainders", False)
         if master_weights is not None:
             masters, halves = keeps_masters(master_weights), has_remainders(master_weights)
-        return cls(
-            masters,
-            getattr(optimizer, "_state_dtype", None),
-            halves,
-            getattr(optimizer, "_noise_seed", None),
-            getattr(optimizer, "_codes_from", 0),
-        )
+        return cls(masters, halves, getattr(optimizer, "_kinds", StateKinds()))
 
     def __str__(self) -> str:
+        kinds, seed = self.kinds, self.kinds.noise_seed
+        types = (kinds.dtype, *kinds.by_name) if kinds.by_name else kinds.dtype
         return (
             f"master_weights {'remainder16' if self.has_remainders else self.masters}, state_dtype "
-            f"{self.state_dtype}, rounding_seed {self.noise_seed}, codes from {self.codes_from}"
+            f"{types}, rounding_seed {seed}, codes from {kinds.codes_from}"
         )
 
 
@@ -91,8 +86,7 @@ def fused_class_of(optimizer: Optimizer, kept: Kept) -> Kind:
         fused: FusedOptimizer = _FUSED[base](groups)
         fused.defaults = optimizer.defaults  # Adagrad begins a state by them
         fused._keeps_masters, fused._has_remainders = kept.masters, kept.has_remainders
-        fused._state_dtype, fused._codes_from = kept.state_dtype, kept.codes_from
-        fused._noise_seed = kept.noise_seed
+        fused._kinds = kept.kinds
         return fused
 
     return made

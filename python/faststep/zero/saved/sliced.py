@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._torch.tensors import new_wrapper
 from ...optim.base import FusedOptimizer
 from ...optim.codes import check_scales, fit_codes, with_scales_of
-from ...optim.masters import fitting
+from ...optim.masters import code_dtypes_of, fitting
 from ...optim.shards import shard_of
 from ..layout.slots import Slot
 
@@ -190,7 +190,8 @@ def cut_state(
     if slot.part is None:
         return {}
     values, numbers = slot.part.values, ("step", *fused._numbers)
-    shard = shard_of(fused, values) if fit_codes(state, slot.param) else None
+    fit = fit_codes(state, code_dtypes_of(fused, values), slot.param)
+    shard = shard_of(fused, values) if fit else None
     state = with_scales_of(state, shard, values.numel())
     made = fitting(fused, {k: _part_of(v, slot, k in numbers) for k, v in state.items()}, values)
     return {values: made} if made else {}

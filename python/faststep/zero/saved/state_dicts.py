@@ -249,9 +249,7 @@ def _whole_states(engine: Engine, everywhere: bool, native: bool) -> States:
         for key, it in itertools.chain.from_iterable(some.items() for some in entries):
             if isinstance(it, torch.dtype) and (key, it) not in flats:
                 flats[key, it] = _gathered(engine, bucket, key, it, everywhere)
-        scales = (
-            _shared_scales(engine, bucket) if native and engine.slices.fused._codes_from else {}
-        )
+        scales = _shared_scales(engine, bucket) if native else {}
         if group.rank and not everywhere:
             continue
         for slot, some, place in zip(bucket.slots, entries, bucket.layout.places, strict=True):

@@ -30,6 +30,7 @@ from ...optim.masters import begin_state, keys_for
 from ...optim.plan_step import PlanStep
 from ...optim.request import Rule, StepAnswer, StepRequest
 from ...optim.shards import Shard, Shards, has_codes, row_of
+from ...optim.state_kinds import all_kinds, kinds_in
 from ...optim.step import Stepper
 from ..layout.slots import Part, Slot
 from ..transport.group import Group, Late, refuse_capture
@@ -121,14 +122,15 @@ class SliceOptimizer:
 
     def _shards_of(self, groups: list[dict[str, Any]]) -> Shards | None:
         """What this rank has of whole parameters, if something counts their elements."""
-        smallest, noise = self.fused._codes_from, self.fused._noise_seed
-        if not smallest and noise is None:
+        if not any(kinds.codes_from or kinds.is_noisy for kinds in all_kinds(self.fused)):
             return None
         params = chain.from_iterable(group["params"] for group in groups)
         number = {id(param): place for place, param in enumerate(params)}
+        smallest = [kinds_in(self.fused, group).codes_from for group in groups]
         shards = {}
         for slot, part in _owned(self.slots):
-            row, coded = row_of(slot.param), has_codes(smallest, None, slot.param)
+            row, own = row_of(slot.param), smallest[self._group_of[id(slot.param)]]
+            coded = has_codes(own, None, slot.param)
             shards[id(part.values)] = Shard(number[id(slot.param)], part.begin, row, coded)
         return shards
 
