@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..grads.params import params_of
 from .codes import SCALES, decoded
+from .foreign_states import translated
 from .masters import fitting, give_masters, kept_dtype
 from .request import Steppable
 from .shards import shard_of
@@ -42,6 +43,7 @@ class _Loading(NamedTuple):
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
+        state_dict = translated(self.kinds, optimizer.param_groups, state_dict)
         of_groups = [kinds_in(self.kinds, group) for group in optimizer.param_groups]
         plain = not self.kinds._keeps_masters and all(kinds.is_torchs for kinds in of_groups)
         if plain and not _has_codes(state_dict):
