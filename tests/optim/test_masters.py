@@ -412,3 +412,45 @@ def test_steps_by_torch_are_refused() -> None:
     alone = faststep.optim.AdamW(plain, master_weights=True)  # nothing has a master
     with _Counting():
         alone.step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Adamax"])
+def test_updates_that_bf16_loses(kind: str) -> None:
+    """A warning, once, of the first parameter that hardly moves; warm-ups do not count."""
+
+    def first_step(value: float, dtype: torch.dtype, lr: float, **options: Any) -> list[str]:
+        params = [nn.Parameter(torch.full((9000,), one, dtype=dtype)) for one in (0.0, value)]
+        named = list(zip(("zero", "scale"), params, strict=True))
+        group = {"params": named}
+        optimizer = getattr(faststep.optim, kind)([group], lr=lr, weight_decay=0.0, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+        moved = bool((params[1] != value).any())
+        assert moved or caught or options.get("master_weights")
+        return [str(one.message) for one in caught]
+
+    (text,) = first_step(1.0, torch.bfloat16, 1e-3)
+    assert "lr = 0.001 are lost in most elements of parameter 1 in group 0 ('scale'" in text
+    assert first_step(1.0, torch.float16, 1e-5)
+    for value, dtype, lr, options in (
+        (1.0, torch.bfloat16, 1e-2, {}),
+        (0.01, torch.bfloat16, 1e-3, {}),
+        (1.0, torch.float16, 1e-3, {}),
+        (1.0, torch.float32, 1e-5, {}),
+        (1.0, torch.bfloat16, 1e-3, {"master_weights": True}),
+    ):
+        assert not first_step(value, dtype, lr, **options)
+    params = [nn.Parameter(torch.ones(9, dtype=torch.bfloat16))]
+    optimizer = getattr(faststep.optim, kind)([{"params": params, "initial_lr": 1e-2}], lr=1e-6)
+    params[0].grad = torch.ones_like(params[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    sgd = faststep.optim.SGD(params, lr=1e-9)  # an update may be large by its gradient
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sgd.step()

@@ -199,7 +199,9 @@ def test_a_script_sees_torchs_optimizer(run: Run, programs: Programs, name: str)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_group_key_of_ours_is_named_as_ours(option: str) -> None:
     params = [{"params": [torch.ones(2, requires_grad=True)], option: 1.0}]
-    with pytest.raises(ValueError, match=f"^{option} is an option of faststep's optimizers"):
+    with pytest.raises(
+        ValueError, match=f"^{option} (is an option of faststep's optimizers|must be )"
+    ):
         faststep.optim.AdamW(params)
 
 

@@ -44,13 +44,18 @@ SETS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "noise and halves": (BF16, "AdamW", {**NOISE, **HALVES}),
     "halves": (BF16, "AdamW", {**HALVES, "max_grad_norm": 1.0}),
     "clipped": (F32, "AdamW", {**CODES, "max_grad_norm": 1.0}),
+    "mixed": (BF16, "AdamW", HALVES),
 }
 
 
 def optimizer_of(name: str, model: nn.Module) -> Any:
     _, kind, options = SETS[name]
     params = list(model.parameters())
-    groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:]}]
+    groups: list[dict[str, Any]] = [{"params": params[:3], "lr": 0.02}, {"params": params[3:]}]
+    if name == "mixed":
+        groups[0]["state_dtype"] = {"exp_avg": "bf16", "exp_avg_sq": "int8"}
+        groups[1].update(NOISE)
+        del groups[1]["rounding_seed"]
     return getattr(faststep.optim, kind)(groups, lr=0.01, **options)
 
 
@@ -169,7 +174,7 @@ def _alike(model: nn.Module, seed: int) -> list[Tensor]:
 @on_ranks(2, 3)
 def test_stage_3(rank: int, world: int) -> None:
     """DTensors, whose parts are rows: those that end with blocks on all ranks are in codes."""
-    for name in ("codes and halves", "noise and halves", "clipped"):
+    for name in ("codes and halves", "noise and halves", "clipped", "mixed"):
         dtype, _, options = SETS[name]
         whole, model, wide = (Given(LIKE_RANKS, [dtype]) for _ in range(3))
         plain, other = optimizer_of(name, whole), optimizer_of(name, wide)
@@ -193,7 +198,8 @@ def test_stage_3(rank: int, world: int) -> None:
             assert torch.equal(mine, its if number in coded else fp32), (name, number)
         for number, param in enumerate(model.parameters()):
             found = {v.dtype for v in sharded.state[param].values()} & {torch.int8, torch.uint8}
-            assert bool(found) == (has_codes and number in coded), (name, number)
+            in_codes = coded if has_codes else {0} if name == "mixed" else set()
+            assert bool(found) == (number in in_codes), (name, number)
         same = get_optimizer_state_dict(model, sharded, options=_WHOLE)
         mine = {f"p{number}": number for number in range(len(LIKE_RANKS))}
         found = {"state": {mine[key]: state for key, state in same["state"].items()}}

@@ -25,6 +25,7 @@ from .checks import refuse_group_options, refuse_part
 from .codes import SCALES, are_codes
 from .hooked import HookedOptimizer
 from .load_states import loading_states, show_as_torch
+from .lost_updates import warn_of_lost_updates
 from .masters import (
     check_new_group,
     complete_states,
@@ -73,15 +74,13 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             is int16, the other half of a bfloat16 parameter's master; ValueError for a float16
             parameter. Default: False; True is "fp32".
         state_dtype ("fp32", "bf16", "int8" or None): the type of all states of a parameter's shape
-            but masters, to which a step rounds what it stores. "int8" is for Adam, AdamW, Lion and
-            SGD on CPUs. A dict has the types of single states by name; a parameter group may have
-            one of its own. Default: None, the parameter's type, and fp32 beside masters.
-        min_8bit_size (int): with "int8", parameters of fewer elements have fp32 states.
-            Default: 4096.
+            but masters, to which a step rounds what it stores; a dict has those of single states by
+            name. "int8" is for Adam, AdamW, Lion and SGD on CPUs. A parameter group may have its
+            own. Default: None, the parameter's type, and fp32 beside masters.
+        min_8bit_size (int): below so many elements "int8" states are fp32. Default: 4096.
         rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
             either neighbour, so that the mean is right. Default: "nearest".
-        rounding_seed (int): of the random bits, which differ by parameter, element and step too.
-            Default: 0.
+        rounding_seed (int): of the random bits, which also differ by element. Default: 0.
     """
 
     _formula: ClassVar[Formula]
@@ -301,6 +300,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if self._stepper is None:
             self._stepper = Stepper()
             self._stepper.find_devices(plan_step)
+            warn_of_lost_updates(self)
         stepper = self._stepper
         if stepper.devices != HOST_ONLY:
             self._check_capture()

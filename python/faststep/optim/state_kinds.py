@@ -78,6 +78,7 @@ def kinds_by(
     elif state_dtype is not None:
         kinds = kinds._replace(dtype=_dtype_of(state_dtype), by_name=())
     if min_8bit_size is not None:
+        _check_smallest(min_8bit_size)
         kinds = kinds._replace(smallest=min_8bit_size)
     if rounding is not None:
         if rounding not in ("nearest", "stochastic"):
@@ -108,8 +109,12 @@ def _check(kind: str, coded: set[str], kinds: StateKinds) -> None:
             f'{kind} does not take state_dtype="int8"{which and " of " + which}: Adam, AdamW, Lion '
             "and SGD with momentum do"
         )
-    is_number = isinstance(smallest, int) and not isinstance(smallest, bool) and smallest >= 0
-    if kinds._has(torch.int8) and not is_number:
+    if kinds._has(torch.int8):
+        _check_smallest(smallest)
+
+
+def _check_smallest(smallest: object) -> None:
+    if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 0:
         raise ValueError(f"min_8bit_size must be a number of elements, not {smallest!r}")
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import fitting, has_master
+from ..optim.state_kinds import options_in
 from .admitted import (
     admit,
     device_of,
@@ -143,6 +144,8 @@ def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[
     lines = [f"faststep {_version()}, torch {torch.__version__}, {type(optimizer).__name__}"]
     for name, param in model.named_parameters():
         lines.append(line_of(name, param, where.get(id(param), "no group"), taken))
+    own = [options_in(group) for group in optimizer.param_groups]
+    lines += [f"options of states in groups {own}"] if any(own) else []
     for name, buffer in model.named_buffers():
         lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
     return lines

@@ -23,6 +23,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_group_options
 from ..optim.request import ScalerRequest, StepAnswer, request_of
+from ..optim.state_kinds import kinds_in
 from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn
 from .engine import Engine
@@ -269,6 +270,7 @@ class ShardedOptimizer(PassesOn, StateDicts, Joinable):
         """
         if isinstance(param_group, dict):
             refuse_group_options(param_group)
+            kinds_in(self._owned, param_group)  # raises for those that it may have
         super().add_param_group(param_group)
         try:
             if self._engine is not None:
