@@ -19,7 +19,10 @@ from faststep.optim.masters import MASTER
 from .common import released_and_stepped
 from .test_masters import CLASSES
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*and so not at all"),
+    pytest.mark.filterwarnings("ignore:.* are lost in most elements"),
+]
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = {"fp32": F32, "bf16": BF16}

@@ -117,6 +117,7 @@ def test_the_bits_of_one_process(rank: int, world: int) -> None:
             step_shards(model, sharded, seed, rank)
             assert all(map(torch.equal, values_of(model), values_of(alone))), (name, seed)
         native, saved = sharded.state_dict(native=True), [sharded.state_dict()]
+        assert not {"state_dtype", "rounding"} & saved[0]["param_groups"][1].keys()
         if rank == 0:
             assert not unlike(saved[0], plain.state_dict()), name
             assert not unlike(native, plain.state_dict(native=True)), name

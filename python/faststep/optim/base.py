@@ -129,11 +129,11 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if type(group["lr"]) is not float:
             lr, lr_on_device = self._lr_of(group["lr"])
             group = {**group, "lr": lr}
-        codes_from = kinds_in(self, group).codes_from if keys else 0
-        if self._keeps_masters or codes_from:
-            keys = with_others(keys, bool(codes_from), self._keeps_masters)
+        ending = ending_of(self, group, bool(keys))
+        has_master, _, _, codes_from, _ = ending
+        if has_master or codes_from:
+            keys = with_others(keys, bool(codes_from), has_master)
         hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
-        ending = ending_of(self, group, codes_from)
         return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *ending)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:

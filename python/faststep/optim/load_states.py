@@ -83,8 +83,7 @@ class _Loading(NamedTuple):
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
         for group, own in zip(optimizer.param_groups, self.options, strict=True):
-            for name in GROUP_OPTIONS:  # those of a checkpoint are not this optimizer's
-                group.pop(name, None)
+            _drop_options(group)  # those of a checkpoint are not this optimizer's
             group.update(own)
         states = {
             param: self._fitting(_unwrapped(state, param), param)
@@ -151,11 +150,20 @@ def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool
                 states[index] = {**state, **moved}
 
 
+def hide_options(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
+    """Leave the options of groups that torch does not know out of a state dict."""
+    for group in state_dict["param_groups"] if optimizer._made_from is None else ():
+        _drop_options(group)
+
+
+def _drop_options(group: dict[str, Any]) -> None:
+    for name in GROUP_OPTIONS:
+        group.pop(name, None)
+
+
 def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
     """The same, but for counters."""
-    for group in state_dict["param_groups"]:
-        for name in GROUP_OPTIONS if optimizer._made_from is None else ():
-            group.pop(name, None)
+    hide_options(optimizer, state_dict)
     if not native and any(kinds.codes_from for kinds in all_kinds(optimizer)):
         states = state_dict["state"]
         indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])

@@ -65,21 +65,21 @@ def _refuse_fp16(optimizer: Steppable) -> None:
 
 
 def ending_of(
-    optimizer: Steppable, group: dict[str, Any], codes_from: int
+    optimizer: Steppable, group: dict[str, Any], has_states: bool
 ) -> tuple[bool, bool, int | None, int, Shards | None]:
     """The end of a rule: how an optimizer keeps masters and rounds states.
 
     Raises:
         RuntimeError: this rank has parts of parameters, of which noise does not know the places.
     """
-    seed = kinds_in(optimizer, group).noise_seed
+    kinds = kinds_in(optimizer, group)
+    codes_from, seed = kinds.codes_from if has_states else 0, kinds.noise_seed
     if seed is not None and optimizer._is_divided_by_fsdp1():
         raise RuntimeError(
             f'{type(optimizer).__name__}: rounding="stochastic" is for whole parameters, and this '
             "rank has parts of them (FullyShardedDataParallel); nothing was updated"
         )
-    counts = codes_from or seed is not None
-    shards = shards_of(optimizer) if counts else None
+    shards = shards_of(optimizer) if codes_from or seed is not None else None
     return optimizer._keeps_masters, optimizer._has_remainders, seed, codes_from, shards
 
 

@@ -14,7 +14,7 @@ _WORDS: dict[torch.dtype | None, tuple[str, str, str]] = {
     torch.bfloat16: ('"bf16"', "bfloat16 numbers", '0.996 avoids it, or rounding="stochastic"'),
     torch.int8: ('"int8"', "codes", "0.99 avoids it"),
 }
-GROUP_OPTIONS = ("state_dtype", "min_8bit_size", "rounding")  # that a group may have too
+GROUP_OPTIONS = frozenset({"state_dtype", "min_8bit_size", "rounding"})  # of a group too
 
 
 class StateKinds(NamedTuple):
@@ -25,28 +25,20 @@ class StateKinds(NamedTuple):
     smallest: int = 4096  # elements of a parameter with states in codes, at least
     is_noisy: bool = False  # bf16 states are rounded by noise
     seed: int = 0  # of it
+    codes_from: int = 0  # `smallest` where there are codes, at least 1; 0: there are none
+    noise_seed: int | None = None  # `seed` where there is noise
 
     def of(self, key: str) -> torch.dtype | None:
         """The type of the states of a name; None for that which torch gives."""
         return dict(self.by_name).get(key, self.dtype) if self.by_name else self.dtype
 
     def _has(self, dtype: torch.dtype) -> bool:
-        return self.dtype is dtype or dtype in dict(self.by_name).values()
+        return self.dtype is dtype or any(dtype is one for _, one in self.by_name)
 
     @property
     def is_torchs(self) -> bool:
         """True if states have the types that torch gives, beside masters fp32."""
         return self.dtype is None and not any(dict(self.by_name).values())
-
-    @property
-    def codes_from(self) -> int:
-        """Elements of the smallest parameter with states in codes; 0: none has."""
-        return max(1, self.smallest) if self._has(torch.int8) else 0
-
-    @property
-    def noise_seed(self) -> int | None:
-        """The seed of the noise by which bf16 states are rounded; None if there is none."""
-        return self.seed if self.is_noisy else None
 
 
 class Kinded(Protocol):
@@ -85,7 +77,10 @@ def kinds_by(
             raise ValueError(f'rounding must be "nearest" or "stochastic", not {rounding!r}')
         kinds = kinds._replace(is_noisy=rounding == "stochastic")
     _check(kind, set(code_dtypes), kinds)
-    return kinds
+    return kinds._replace(
+        codes_from=max(1, kinds.smallest) if kinds._has(torch.int8) else 0,
+        noise_seed=kinds.seed if kinds.is_noisy else None,
+    )
 
 
 def _dtype_of(name: object) -> torch.dtype | None:
@@ -125,11 +120,9 @@ def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def kinds_in(optimizer: Kinded, group: Mapping[str, Any]) -> StateKinds:
     """How the states of a group are kept."""
-    if optimizer._made_from is not None:  # such a key is the script's
-        return optimizer._kinds
+    if GROUP_OPTIONS.isdisjoint(group) or optimizer._made_from is not None:
+        return optimizer._kinds  # in a class that stands for torch's such a key is the script's
     options = options_in(group)
-    if not options:
-        return optimizer._kinds
     return kinds_by(type(optimizer).__name__, optimizer._code_dtypes, optimizer._kinds, **options)
 
 

@@ -19,7 +19,7 @@ from ..._torch.checkpoint import Wanted, wanted_states
 from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
 from ...optim.codes import SCALES, are_codes, shown
-from ...optim.load_states import loading_states, show_plain
+from ...optim.load_states import hide_options, loading_states, show_plain
 from ...optim.masters import MASTER, complete_states, fitting, joined, put_scales
 from ...optim.shards import shard_of
 from ..engine import Engine
@@ -65,9 +65,11 @@ class StateDicts(Optimizer):
         mine = self.state
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
-            return super().state_dict()
+            state_dict = super().state_dict()
         finally:
             self.state = mine
+        hide_options(self._owned, state_dict)
+        return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, for a `state_dict()` that this rank alone calls.
