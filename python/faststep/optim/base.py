@@ -73,14 +73,15 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             script has written the parameter the step begins with it. With "remainder16" the state
             is int16, the other half of a bfloat16 parameter's master; ValueError for a float16
             parameter. Default: False; True is "fp32".
-        state_dtype ("fp32", "bf16", "int8" or None): the type of all states of a parameter's shape
-            but masters, to which a step rounds what it stores; a dict has those of single states by
-            name. "int8" is for Adam, AdamW, Lion and SGD on CPUs. A parameter group may have its
-            own. Default: None, the parameter's type, and fp32 beside masters.
-        min_8bit_size (int): below so many elements "int8" states are fp32. Default: 4096.
+        state_dtype ("fp32", "bf16", "int8" or None): the type of states of a parameter's shape but
+            masters, or a dict of those of single states; a group may have its own. "int8" is for
+            Adam, AdamW, Lion, SGD on CPUs. Default: None, the parameter's, fp32 beside masters.
+        min_8bit_size (int): with "int8", parameters of fewer elements have fp32 states.
+            Default: 4096.
         rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
             either neighbour, so that the mean is right. Default: "nearest".
-        rounding_seed (int): of the random bits, which also differ by element. Default: 0.
+        rounding_seed (int): of the random bits, which differ by parameter, element and step too.
+            Default: 0.
     """
 
     _formula: ClassVar[Formula]
@@ -129,8 +130,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if type(group["lr"]) is not float:
             lr, lr_on_device = self._lr_of(group["lr"])
             group = {**group, "lr": lr}
-        ending = ending_of(self, group, bool(keys))
-        has_master, _, _, codes_from, _ = ending
+        has_master, *_, codes_from, _ = ending = ending_of(self, group, bool(keys))
         if has_master or codes_from:
             keys = with_others(keys, bool(codes_from), has_master)
         hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
