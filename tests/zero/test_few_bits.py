@@ -162,6 +162,30 @@ def test_saved_by_torch_and_loaded_on_other_ranks(rank: int, world: int) -> None
     remove(path)
 
 
+@on_ranks(2)
+def test_accumulated_and_under_a_scaler(rank: int, world: int) -> None:
+    """Two backward passes per step, of gradients that add up exactly; an overflow is skipped."""
+    for name in ("codes and halves", "noise", "clipped"):
+        alone, model = (Given(SHAPES, [SETS[name][0]]) for _ in range(2))
+        plain, sharded = optimizer_of(name, alone), zero.shard(model, optimizer_of(name, model))
+        scaler = faststep.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for seed in range(4):
+            grads = [(grad * 8).round().clamp(-24, 24) / 8 for grad in grads_for(model, seed)]
+            if seed != 2:
+                step_whole(alone, plain, [[2 * grad for grad in grads]] * world)
+            with sharded.no_sync():
+                scaler.scale(model(grads)).backward()
+            if seed == 2 and rank == 0:
+                grads[0].view(-1)[-1] = torch.inf
+            scaler.scale(model(grads)).backward()
+            scaler.step(sharded)
+            scaler.update()
+            scaler._scale.fill_(4.0)
+            sharded.zero_grad()
+            assert sharded.step_was_skipped == (seed == 2)
+            assert all(map(torch.equal, values_of(model), values_of(alone))), (name, seed)
+
+
 _WHOLE = StateDictOptions(full_state_dict=True)
 LIKE_RANKS = [(301, 70), (40, 65), (70,), (128 * 64,), (8001,), (200, 30), (90, 128)]
 CODED = {2: {0, 3, 6}, 3: {0, 6}}  # the others begin inside of a block on some rank, or are small
