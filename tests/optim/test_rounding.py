@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER
 
+from .common import released_and_stepped
 from .test_state_dtype import KEPT, NUMBERS, make, params_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -268,7 +269,10 @@ def test_classes_without_a_count(name: str) -> None:
 
 
 def test_release() -> None:
-    model = nn.Linear(3, 3)
-    optimizer = faststep.optim.AdamW(model.parameters(), **NOISY)
-    with pytest.raises(ValueError, match=r"release_gradients\(\) rounds states to the nearest"):
-        faststep.release_gradients(model, optimizer)
+    """Each parameter is stepped alone, and has the bits of its place in the optimizer."""
+    options: dict[str, Any] = {**NOISY, "rounding_seed": 3, "betas": (0.9, 0.99)}
+    releasing, stepping = released_and_stepped((90, 70), 4, **options)
+    assert_same(releasing, stepping)
+    for optimizer in (releasing, stepping):
+        step(optimizer, 5)  # without release
+    assert_same(releasing, stepping)

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from .._torch.dtensor import any_dtensor, is_dtensor, spec_of, specs_of
+from ..grads.owners import releasing
 from ..grads.params import described, params_of
 from .state_kinds import Kinded, all_kinds, kinds_in
 
@@ -56,7 +58,8 @@ def shards_of(optimizer: Sharded) -> Shards | None:
     if not any(one.codes_from or one.is_noisy for one in kinds):
         return None
     params = params_of(optimizer)
-    if not any_dtensor(params):
+    whole: Any = optimizer
+    if not any_dtensor(params) and whole not in releasing:  # which steps each parameter alone
         return None
     specs, known = specs_of(params), optimizer._divided_shards
     if known is None or not _same(params, known[0]) or not _same(specs, known[1]):
@@ -92,7 +95,12 @@ def _divided(optimizer: Sharded, params: list[Tensor]) -> Shards:
     )
     kinds = [kinds_in(optimizer, group) for group in optimizer.param_groups]
     for number, (param, place) in enumerate(zip(params, places, strict=True)):
-        if is_dtensor(param):
+        own = kinds[place[0]]
+        whole = has_codes(own.codes_from, None, param)
+        if not is_dtensor(param):
+            like = torch.empty_like(param, device="meta")  # without gaps
+            shards[id(param)] = Shard(number, 0, row_of(like), whole)
+        else:
             cut = _cut_of(param)
             if cut is None:
                 where, placements = described(optimizer, *place), spec_of(param).placements
@@ -103,8 +111,6 @@ def _divided(optimizer: Sharded, params: list[Tensor]) -> Shards:
                 )
             begin, edges = cut
             row = row_of(param)
-            own = kinds[place[0]]
-            whole = has_codes(own.codes_from, None, param)
             coded = whole and (row > 0 or all(edge % BLOCK == 0 for edge in edges))
             counts = coded or own.is_noisy
             shards[id(param)] = Shard(number, begin if counts else 0, row, coded)

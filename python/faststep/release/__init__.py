@@ -12,7 +12,6 @@ from ..grads.buckets import Reduced
 from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.state_kinds import all_kinds
 from ..optim.wrapped import unwrapped
 from .before_step import refuse_code_before_step
 from .clip_modes import Clip, check_clipping
@@ -66,7 +65,7 @@ def release_gradients(
             parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
             as `fully_shard` has them (DTensor).
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA; or accelerate's own accumulation or stochastic rounding is on.
+            parameter is on CUDA; or accelerate's own accumulation is on.
         RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
             already; another released optimizer has one of the parameters; a hook runs before the
             step, or a script has replaced the step. During training: the last two; a second
@@ -113,11 +112,6 @@ def _checked(optimizer: Optimizer) -> FusedOptimizer:
         raise TypeError(
             f"release_gradients() would pass by {type(inside).__name__}.step(), which finds no "
             "gradients: it takes optimizers with the step of faststep.optim"
-        )
-    if any(kinds.is_noisy for kinds in all_kinds(inside)):
-        raise ValueError(
-            "release_gradients() rounds states to the nearest: leave "
-            'rounding="stochastic" away, for which it would have to know the order of parameters'
         )
     return inside
 
