@@ -102,7 +102,7 @@ def _formats(planned: Planned) -> str:
     rows = []
     for kept in planned.formats:
         whole = sum(kept.bytes[param.dtype].of(param.numel()) for param in trained)
-        sharded = "-" if kept.refusal else _size(whole / ranks)
+        sharded = _size(whole / ranks)
         rows.append([str(kept), f"{whole / elements:.2f}", _size(whole), sharded])
     header = ["states and masters", "bytes per parameter", "GiB whole", "GiB sharded"]
     return table(header, rows)
@@ -168,8 +168,6 @@ def _notes(planned: Planned) -> str:
         lines.append(f"{STAGES[stage]}: {tokens:,} tokens per step{passes}")
     if lines:
         lines.insert(0, "Offload costs nothing where the host's update fits into the step, from:")
-    if planned.kept.refusal:
-        lines.append(f"Stages 1 to 3 are left out: {planned.kept.refusal}.")
     if not planned.runs:
         lines.append("Without loss() activations and compute are not counted.")
     elif len(planned.runs) == 1:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from .. import optim
-from ..optim.masters import refuse_codes
 from ..zero.estimate import PROBE, States, states_of
 
 STATES = ("fp32", "bf16", "int8")
@@ -27,13 +26,11 @@ class Format(NamedTuple):
         states: "fp32", "bf16" or "int8".
         masters: "none", "fp32" or "remainder16".
         bytes: of states and masters, by the dtype of the parameters.
-        refusal: why `shard` does not take it; empty if it does.
     """
 
     states: str
     masters: str
     bytes: Mapping[torch.dtype, States]
-    refusal: str
 
     @property
     def options(self) -> str:
@@ -62,17 +59,11 @@ def _format(kind: str, dtypes: Sequence[torch.dtype], states: str, masters: str)
     options: dict[str, Any] = {} if masters == "none" else {"master_weights": masters}
     if states != "fp32" or masters != "none":
         options["state_dtype"] = states
-    found, refusal = {}, ""
+    found = {}
     for dtype in dtypes:
         probe = nn.Parameter(torch.zeros(PROBE, dtype=dtype, device="cpu"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a decay that is none of a plan's business
             made = getattr(optim, kind)([probe], lr=1e-3, **options)
         found[dtype] = states_of(made)
-        if masters == "remainder16":
-            refusal = "faststep.zero.shard keeps no remainders"
-        try:
-            refuse_codes(made)
-        except ValueError as error:
-            refusal = str(error)
-    return Format(states, masters, found, refusal)
+    return Format(states, masters, found)

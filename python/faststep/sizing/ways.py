@@ -83,7 +83,7 @@ def ways_of(
         runs: dry runs without and with checkpoints; or none.
     """
     found = []
-    stages = [0] if machine.ranks == 1 or kept.refusal else [0, 1, 2, 3]
+    stages = [0] if machine.ranks == 1 else [0, 1, 2, 3]
     for number, run in enumerate(runs or [DryRun()]):
         for stage in stages:
             live = run.live if runs else None
