@@ -32,11 +32,10 @@ from .masters import (
     ending_of,
     own_dtype,
     refuse_by_torch,
-    with_others,
 )
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
-from .state_kinds import all_kinds, kinds_in
+from .state_kinds import AS_TORCH, GROUP_OPTIONS, all_kinds, kinds_in
 from .step import Stepper, loss_of
 from .step_options import ClippedOptimizer
 from .zeros import Zeros
@@ -127,12 +126,12 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """The rule and its numbers for this step of a group."""
         number, places, keys, has_step = self._formula_of(group)
         lr_on_device = None
+        ending: Sequence[Any] = ()
         if type(group["lr"]) is not float:
             lr, lr_on_device = self._lr_of(group["lr"])
             group = {**group, "lr": lr}
-        has_master, *_, codes_from, _ = ending = ending_of(self, group, bool(keys))
-        if has_master or codes_from:
-            keys = with_others(keys, bool(codes_from), has_master)
+        if self._keeps_masters or self._kinds != AS_TORCH or not GROUP_OPTIONS.isdisjoint(group):
+            keys, *ending = ending_of(self, group, keys)
         hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
         return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *ending)
 

@@ -65,22 +65,24 @@ def _refuse_fp16(optimizer: Steppable) -> None:
 
 
 def ending_of(
-    optimizer: Steppable, group: dict[str, Any], has_states: bool
-) -> tuple[bool, bool, int | None, int, Shards | None]:
-    """The end of a rule: how an optimizer keeps masters and rounds states.
+    optimizer: Steppable, group: dict[str, Any], keys: tuple[str, ...]
+) -> tuple[tuple[str, ...], bool, bool, int | None, int, Shards | None]:
+    """All names of states, and the end of a rule: how masters are kept and states rounded.
 
     Raises:
         RuntimeError: this rank has parts of parameters, of which noise does not know the places.
     """
     kinds = kinds_in(optimizer, group)
-    codes_from, seed = kinds.codes_from if has_states else 0, kinds.noise_seed
+    codes_from, seed = kinds.codes_from if keys else 0, kinds.noise_seed
     if seed is not None and optimizer._is_divided_by_fsdp1():
         raise RuntimeError(
             f'{type(optimizer).__name__}: rounding="stochastic" is for whole parameters, and this '
             "rank has parts of them (FullyShardedDataParallel); nothing was updated"
         )
     shards = shards_of(optimizer) if codes_from or seed is not None else None
-    return optimizer._keeps_masters, optimizer._has_remainders, seed, codes_from, shards
+    has_master = optimizer._keeps_masters
+    keys = _with_others(keys, bool(codes_from), has_master)
+    return keys, has_master, optimizer._has_remainders, seed, codes_from, shards
 
 
 def check_new_group(optimizer: Steppable) -> None:
@@ -118,7 +120,7 @@ def own_dtype(optimizer: Steppable, kinds: StateKinds, param: Tensor, key: str =
 
 
 @functools.cache
-def with_others(keys: tuple[str, ...], has_scales: bool, has_master: bool) -> tuple[str, ...]:
+def _with_others(keys: tuple[str, ...], has_scales: bool, has_master: bool) -> tuple[str, ...]:
     """The same tuple each time, by which C recognizes a step."""
     return (*keys, *[SCALES] * has_scales, *[MASTER] * has_master)
 

@@ -41,6 +41,9 @@ class StateKinds(NamedTuple):
         return self.dtype is None and not any(dict(self.by_name).values())
 
 
+AS_TORCH = StateKinds()
+
+
 class Kinded(Protocol):
     """An optimizer, as far as the types of its states go."""
 

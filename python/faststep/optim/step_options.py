@@ -14,7 +14,7 @@ from typing_extensions import Unpack  # torch depends on it
 from .checks import OPTIONS, check_limit
 from .masters import has_remainders, keeps_masters
 from .shards import Shards
-from .state_kinds import StateKinds, kinds_by
+from .state_kinds import AS_TORCH, StateKinds, kinds_by
 from .wrapped import PassesOn
 
 StateDtype = Literal["fp32", "bf16", "int8"]
@@ -98,7 +98,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _skipped: bool | Tensor = False
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
     _has_remainders: bool = False  # which are remainders
-    _kinds: StateKinds = StateKinds()  # of states in groups without options of their own
+    _kinds: StateKinds = AS_TORCH  # of states in groups without options of their own
     _shards: Shards | None = None  # of the slices of faststep.zero
     _divided_shards: tuple[list[Tensor], list[Any], Shards] | None = None  # of DTensors
 
