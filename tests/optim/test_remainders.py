@@ -208,17 +208,19 @@ def _fresh(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
-def test_state_dict_goes_on(name: str) -> None:
+def test_state_dict_goes_on(name: str, native: bool) -> None:
     both = _both(name)
     _step(both, 0, 1, 2)
     params, optimizer, wide, reference = both
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(optimizer.state_dict(native), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     masters = [state.get(MASTER) for state in saved["state"].values()]
-    assert [m.dtype for m in masters if m is not None] == [F32] * DTYPES.count(BF16)
+    its = torch.int16 if native else F32
+    assert [m.dtype for m in masters if m is not None] == [its] * DTYPES.count(BF16)
     fresh = _fresh(params)
     new = _made(name, fresh, **OPTION)
     new.load_state_dict(saved)
@@ -243,13 +245,14 @@ def test_from_fp32_masters_and_back(name: str) -> None:
             assert near.max().item() <= 1 if near.numel() else True  # 1: a tie
     _give(halves, wide, 2)
     optimizer.step()
-    back = _made(name, _fresh(halves), master_weights="fp32")
-    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for param, value in zip(halves, back.param_groups[0]["params"], strict=True):
-        if param.dtype == BF16:
-            assert torch.equal(
-                joined(param, optimizer.state[param][MASTER]), back.state[value][MASTER]
-            )
+    for native in (False, True):
+        back = _made(name, _fresh(halves), master_weights="fp32")
+        back.load_state_dict(copy.deepcopy(optimizer.state_dict(native)))
+        for param, value in zip(halves, back.param_groups[0]["params"], strict=True):
+            if param.dtype == BF16:
+                assert torch.equal(
+                    joined(param, optimizer.state[param][MASTER]), back.state[value][MASTER]
+                )
     kind, own = CLASSES[name]
     theirs = getattr(torch.optim, kind)(_fresh(halves), **own)
     theirs.load_state_dict(optimizer.state_dict())

@@ -354,7 +354,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def state_dict(self, native: bool = False) -> dict[str, Any]:
         """As torch's, with masters, and the `step` counters where torch keeps them.
 
-        States in 8 bits are float32. With `native` they stay, for optimizers of faststep alone.
+        States in 8 bits are float32, and remainders are masters. With `native` both stay, for
+        optimizers of faststep alone. Load it after the parameters, which remainders belong to.
 
         torch keeps counters in CPU memory unless a group is `fused` or `capturable` or the class is
         ASGD; here those of CUDA parameters are on the device, and saving them waits for it.

@@ -135,7 +135,7 @@ def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool
     """Give a state dict what torch's would have in place of codes, remainders and counters.
 
     Args:
-        native: leave codes as they are.
+        native: leave codes and remainders as they are.
     """
     states = state_dict["state"]
     show_plain(optimizer, state_dict, native)
@@ -170,4 +170,5 @@ def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -
         for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters
             if index in states:
                 states[index] = decoded(states[index], shard_of(optimizer, param))
-    give_masters(optimizer, state_dict)
+    if not native:
+        give_masters(optimizer, state_dict)

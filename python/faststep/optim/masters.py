@@ -254,6 +254,8 @@ def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> di
         is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
         if is_cast and dtype is torch.int16:
             fit[key] = _remainder(value, param)
+        elif key == MASTER and value.dtype is torch.int16 and dtype is torch.float32:
+            fit[key] = joined(param, value)
         else:
             is_cast = is_cast and dtype is not None and dtype.is_floating_point
             fit[key] = value.to(dtype) if is_cast else value

@@ -42,8 +42,9 @@ class StateDicts(Optimizer):
     def state_dict(self, native: bool = False) -> dict[str, Any]:
         """The whole state in torch's format on rank 0; without states on the others.
 
-        States in 8 bits are float32. With `native` they stay, for optimizers of faststep alone; at
-        stage 3, where they are DTensors, for as many ranks.
+        States in 8 bits are float32, and remainders are masters. With `native` both stay, for
+        optimizers of faststep alone, beside the model's parameters as they are then; at stage 3,
+        where they are DTensors, for as many ranks.
 
         A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
         memory for as long as the result lives; they come bucket by bucket.
@@ -221,7 +222,7 @@ def _entries_on_all(
 def _described(key: str, value: Any, native: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if (are_codes(value) and not native) or (key == MASTER and value.dtype is torch.int16):
+    if not native and (are_codes(value) or (key == MASTER and value.dtype is torch.int16)):
         return torch.float32  # as `_plain` shows it
     return value.dtype if value.dim() else value.cpu()  # one on a device would come to it there
 
