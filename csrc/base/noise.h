@@ -62,7 +62,12 @@ FST_FN void fst_noise_of_eight(const fst_noise *noise, uint32_t lower, uint32_t 
 
 /* To one of the two neighbours in bf16, the nearer one more often: the mean over all `noise` of 16
  * bits is the value. A bf16 number stays, and every NaN becomes the same. */
+FST_FN uint32_t fst_f32_to_bf16_word_by(float value, uint32_t noise)
+{
+    return value != value ? 0x7FC00000u : fst_bits_of_f32(value) + noise;
+}
+
 FST_FN uint16_t fst_f32_to_bf16_by(float value, uint32_t noise)
 {
-    return (uint16_t)(value != value ? 0x7FC0u : (fst_bits_of_f32(value) + noise) >> 16);
+    return (uint16_t)(fst_f32_to_bf16_word_by(value, noise) >> 16);
 }

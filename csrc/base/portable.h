@@ -41,6 +41,14 @@ FST_FN uint16_t fst_f32_to_bf16(float value)
     return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
+/* The same in the upper half of a word, for loops over words alone. */
+FST_FN uint32_t fst_f32_to_bf16_word(float value)
+{
+    const uint32_t bits = fst_bits_of_f32(value);
+    const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return value != value ? 0x7FC00000u : rounded;
+}
+
 /* A float in two halves, without loss: its bf16 number, a tie away from zero, and the remainder,
  * which is the lower half of its bits as a signed number, to be added to those of the bf16 number.
  * So the largest floats have the bf16 infinity and a remainder. Every NaN becomes the same. */
@@ -55,14 +63,26 @@ FST_FN uint16_t fst_f32_to_remainder(float value)
     return (uint16_t)(value != value ? 0u : fst_bits_of_f32(value));
 }
 
-/* The float of both halves. Where somebody has written the bf16 number since, it is one that rounds
- * to that: zeros and infinities, beside some remainders, are taken without. */
+/* The same for loops over words alone: a word whose lower half is the remainder, and whose upper
+ * half, once 0x8000 has been added, is the bf16 number. */
+FST_FN uint32_t fst_f32_to_split_word(float value)
+{
+    return value != value ? 0x7FC00000u : fst_bits_of_f32(value);
+}
+
+/* The float of both halves, each the upper half of a word that is zero below. Where somebody has
+ * written the bf16 number since, it is one that rounds to that: zeros and infinities, beside some
+ * remainders, are taken without. */
+FST_FN float fst_joined_words(uint32_t upper, uint32_t remainder)
+{
+    const float alone = fst_f32_of_bits(upper);
+    const float both = fst_f32_of_bits(upper + (uint32_t)((int32_t)remainder >> 16));
+    return both != both ? alone : both;
+}
+
 FST_FN float fst_joined_f32(uint16_t upper, uint16_t remainder)
 {
-    const float alone = fst_bf16_to_f32(upper);
-    const float both =
-        fst_f32_of_bits(((uint32_t)upper << 16) + (uint32_t)(int32_t)(int16_t)remainder);
-    return both != both ? alone : both;
+    return fst_joined_words((uint32_t)upper << 16, (uint32_t)remainder << 16);
 }
 
 /* IEEE binary16 to float. Subnormals go through an integer so that no float subnormal is

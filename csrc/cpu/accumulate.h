@@ -55,16 +55,16 @@ static void FST_T(accumulate)(const fst_operand *op, unsigned terms, int64_t beg
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < STRIP ? count - done : STRIP;
-        FST_T(prefetch)(&op[1], at, reach(count, done));
+        prefetch(&op[1], at, reach(count, done));
         if (terms > 1)
-            FST_T(prefetch)(&op[2], at, reach(count, done));
+            prefetch(&op[2], at, reach(count, done));
         const REAL *term = FST_T(load)(&op[1], scratch[1], at, n);
         const REAL *more = terms > 1 ? FST_T(load)(&op[2], scratch[2], at, n) : NULL;
         if (how != FST_SUM_ADD) {
             FST_T(start)(&op[0], term, more, at, n, (REAL)factor, how == FST_SUM_STREAM);
             continue;
         }
-        FST_T(prefetch)(&op[0], at, reach(count, done));
+        prefetch(&op[0], at, reach(count, done));
         REAL *sum = FST_T(load)(&op[0], scratch[0], at, n);
         if (more)
             FST_T(fst_loop_accumulate_two)(n, sum, term, more, (REAL)factor);

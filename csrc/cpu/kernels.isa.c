@@ -21,6 +21,18 @@ static size_t reach(size_t count, size_t done)
     return count == FST_CHUNK ? SIZE_MAX : count - done;
 }
 
+/* Prefetches the strip after next. The hardware's prefetchers stop at the end of a page, and up
+ * to seven streams run here. */
+static void prefetch(const fst_operand *op, int64_t at, size_t left)
+{
+    if (!op->data || op->layout || left < PREFETCH + STRIP)
+        return;
+    const size_t size = fst_dtype_size(op->dtype);
+    const char *from = (const char *)op->data + ((size_t)at + PREFETCH) * size;
+    for (size_t line = 0; line < STRIP * size; line += 64)
+        __builtin_prefetch(from + line);
+}
+
 /* The 16-bit elements as they are: in place, or in `raw`, to which they are copied if asked. */
 static uint16_t *halves_of(const fst_operand *op, char *raw, int64_t at, size_t n, int copied)
 {
@@ -66,6 +78,7 @@ static const uint16_t *noise_for(uint16_t *room, const fst_update_args *args, un
 #define OTHER double
 #define FST_T(name) name##_f32
 #define NARROW_OPERANDS
+#include "cpu/kinds.h"
 #include "cpu/strip.h"
 #include "cpu/value.h"
 #include "cpu/update.h"

@@ -47,7 +47,7 @@ static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, 
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < STRIP ? count - done : STRIP;
-        FST_T(prefetch)(op, at, reach(count, done));
+        prefetch(op, at, reach(count, done));
         const REAL *x = FST_T(load)(op, scratch, at, n);
         switch (norm) {
         case FST_NORM_SQUARES:
@@ -110,7 +110,7 @@ static double FST_T(unscale)(const fst_operand *op, int64_t begin, size_t count,
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < STRIP ? count - done : STRIP;
-        FST_T(prefetch)(op, at, reach(count, done));
+        prefetch(op, at, reach(count, done));
         REAL *x = FST_T(load)(op, scratch, at, n);
         if (look && FST_T(fst_loop_nonfinite)(n, zeros, x) != (REAL)0)
             *nonfinite = 1;
@@ -129,7 +129,7 @@ static void FST_T(scale)(const fst_operand *op, int64_t begin, size_t count, dou
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < STRIP ? count - done : STRIP;
-        FST_T(prefetch)(op, at, reach(count, done));
+        prefetch(op, at, reach(count, done));
         REAL *x = FST_T(load)(op, scratch, at, n);
         FST_T(fst_loop_scale)(n, x, (REAL)factor);
         FST_T(store)(op, x, at, n);

@@ -27,60 +27,12 @@ __attribute__((noinline)) static void FST_T(fst_loop_scale)(size_t n, REAL *rest
         x[i] *= factor;
 }
 
-/* Prefetches the strip after next. The hardware's prefetchers stop at the end of a page, and up
- * to seven streams run here. */
-static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
-{
-    if (!op->data || op->layout || left < PREFETCH + STRIP)
-        return;
-    const size_t size = fst_dtype_size(op->dtype);
-    const char *from = (const char *)op->data + ((size_t)at + PREFETCH) * size;
-    for (size_t line = 0; line < STRIP * size; line += 64)
-        __builtin_prefetch(from + line);
-}
-
-/* The same before a long strip of `n` elements, or one of codes. */
-static void FST_T(prefetch_strip)(const fst_operand *op, int64_t at, size_t n, size_t left)
-{
-    const char *codes = (const char *)op->data + at + PREFETCH;
-    if (op->scales && left >= PREFETCH + n)
-        for (size_t line = 0; line < n; line += 64)
-            __builtin_prefetch(codes + line);
-    for (size_t done = 0; !op->scales && done < n; done += STRIP)
-        FST_T(prefetch)(op, at + (int64_t)done, left - done);
-}
-
 /* Unscales and clips gradients that are written back. */
 static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, double inv_scale)
 {
     FST_T(fst_loop_scale)(n, g, (REAL)inv_scale);
     FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);
 }
-
-/* How the loops below load and store elements: a kind's type, and its conversions. */
-#define TYPE_real REAL
-#define LOAD_real(x) (x)
-#define STORE_real(x, noise) (x)
-#define TYPE_bf16 uint16_t
-#define LOAD_bf16(x) fst_bf16_to_f32(x)
-#define STORE_bf16(x, noise) fst_f32_to_bf16(x)
-/* bf16 that is rounded by noise, and what only that has. */
-#define TYPE_noisy uint16_t
-#define LOAD_noisy(x) fst_bf16_to_f32(x)
-#define STORE_noisy(x, noise) fst_f32_to_bf16_by(x, noise)
-#define NOISE_real(...)
-#define NOISE_bf16(...)
-#define NOISE_noisy(...) __VA_ARGS__
-/* The same of parameters, which may be in halves (portable.h), and what only those have. */
-#define LOAD_VALUE_real(p, rest) (p)
-#define STORE_VALUE_real(p, rest, x) (p) = (x)
-#define REST_real(...)
-#define TYPE_halves uint16_t
-#define LOAD_VALUE_halves(p, rest) fst_joined_f32(p, rest)
-#define STORE_VALUE_halves(p, rest, x) (p) = fst_f32_to_upper(x), (rest) = fst_f32_to_remainder(x)
-#define REST_halves(...) __VA_ARGS__
-#define KIND_OF(what, kind) what##_##kind
-#define KIND(what, kind) KIND_OF(what, kind)
 
 #define VALUE real
 #define GRAD real
@@ -95,30 +47,55 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
 #define FST_S(name) FST_T(name##_beside_noisy)
 #include "cpu/update_plain.h"
 #undef VALUE
-#define VALUE halves
-#define STATE real
-#define FST_S(name) FST_T(name##_of_halves_by_fp32)
-#include "cpu/update_plain.h"
-#define STATE bf16
-#define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_bf16)
-#include "cpu/update_plain.h"
 #undef GRAD
+#define VALUE halves
 #define GRAD bf16
 #define STATE real
 #define FST_S(name) FST_T(name##_of_halves)
 #include "cpu/update_plain.h"
-#define STATE bf16
+#undef VALUE
+#undef GRAD
+#define VALUE halves_pair
+#define GRAD pair
+#define STATE pair
 #define FST_S(name) FST_T(name##_of_halves_beside_bf16)
 #include "cpu/update_plain.h"
-#define STATE noisy
+#define STATE noisy_pair
 #define FST_S(name) FST_T(name##_of_halves_beside_noisy)
 #include "cpu/update_plain.h"
+#undef VALUE
+#undef GRAD
+/* Of other rules these are seldom: they take the way of all operands, below. */
+#define FEW_RULES
+#define VALUE real
+#define GRAD real
+#define FST_S(name) FST_T(name##_beside_codes)
+#include "cpu/update_codes.h"
+#undef VALUE
+#define VALUE halves
+#define STATE real
+#define FST_S(name) FST_T(name##_of_halves_by_fp32)
+#include "cpu/update_plain.h"
+#define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_codes)
+#include "cpu/update_codes.h"
+#undef GRAD
+#define GRAD bf16
+#define FST_S(name) FST_T(name##_of_halves_beside_codes)
+#include "cpu/update_codes.h"
+#undef VALUE
+#undef GRAD
+#define VALUE halves_pair
+#define GRAD real
+#define STATE pair
+#define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_bf16)
+#include "cpu/update_plain.h"
+#undef FEW_RULES
 #endif
 #undef VALUE
 #undef GRAD
 
-/* Whether all operands are worked on in place: gradient and states of these types, the parameter in
- * halves, or of the type that is computed in and alone. */
+/* Whether all operands are worked on in place: gradient and states of these types, or the states in
+ * codes, the parameter in halves, or of the type that is computed in and alone. */
 static int FST_T(is_plain)(const fst_operand *op, unsigned states, int halves, int grad, int state)
 {
     const fst_operand *param = &op[FST_OP_PARAM], *rest = &op[FST_OP_MASTER];
@@ -128,26 +105,30 @@ static int FST_T(is_plain)(const fst_operand *op, unsigned states, int halves, i
     else
         plain = plain && (int)param->dtype == FST_T(SELF) &&!rest->data;
     for (unsigned k = FST_OP_STATE; k < FST_OP_STATE + states; k++)
-        plain = plain && !op[k].layout && (int)op[k].dtype == state;
+        plain = plain && !op[k].layout &&
+                (state == IN_CODES ? is_in_codes(&op[k], k == FST_OP_STATE)
+                                   : (int)op[k].dtype == state);
     return plain;
 }
 
-/* The update by one of the loops above, if there is one for these operands. */
-static int FST_T(update_in_place)(const fst_operand *op, int64_t begin, size_t count,
-                                  const fst_update_args *args, double inv_scale, REAL factor,
-                                  int write_grad)
+/* The update by one of the loops above, if there is one for these operands. Returns how many
+ * elements are done. */
+static size_t FST_T(update_in_place)(const fst_operand *op, int64_t begin, size_t count,
+                                     const fst_update_args *args, double inv_scale, REAL factor,
+                                     int write_grad)
 {
     const unsigned states = FST_T(rules)[args->rule].states;
-#define SET(halves, grad, state, name)                                      \
-    if ((!write_grad || (int)(grad) == (int)FST_T(SELF)) &&                 \
-        FST_T(is_plain)(op, states, halves, grad, state)) {                 \
-        FST_T(name)(op, begin, count, args, inv_scale, factor, write_grad); \
-        return 1;                                                           \
-    }
+#define SET(halves, grad, state, name)                      \
+    if ((!write_grad || (int)(grad) == (int)FST_T(SELF)) && \
+        FST_T(is_plain)(op, states, halves, grad, state))   \
+        return FST_T(name)(op, begin, count, args, inv_scale, factor, write_grad);
     SET(0, FST_T(SELF), FST_T(SELF), update_plain)
 #ifdef NARROW_OPERANDS
     SET(1, FST_F32, FST_F32, update_plain_of_halves_by_fp32)
     SET(1, FST_BF16, FST_F32, update_plain_of_halves)
+    SET(0, FST_F32, IN_CODES, update_codes_beside_codes)
+    SET(1, FST_F32, IN_CODES, update_codes_of_halves_by_fp32_beside_codes)
+    SET(1, FST_BF16, IN_CODES, update_codes_of_halves_beside_codes)
     if (args->noisy) {
         SET(0, FST_F32, FST_BF16, update_plain_beside_noisy)
         SET(1, FST_BF16, FST_BF16, update_plain_of_halves_beside_noisy)
@@ -164,7 +145,7 @@ static int FST_T(update_in_place)(const fst_operand *op, int64_t begin, size_t c
 /* As load and store, of a state in codes. */
 static REAL *FST_T(load_codes)(const fst_operand *op, REAL *scratch, int64_t at, size_t n)
 {
-    float narrow[FST_CODES_STRIP] ALIGNED;
+    float narrow[STRIP] ALIGNED;
     const int is_narrow = sizeof(REAL) == sizeof narrow[0];
     FST_OF_ISA(fst_convert_codes)(op, is_narrow ? (float *)(void *)scratch : narrow, at, n, 0);
     if (!is_narrow)
@@ -174,7 +155,7 @@ static REAL *FST_T(load_codes)(const fst_operand *op, REAL *scratch, int64_t at,
 
 static void FST_T(store_codes)(const fst_operand *op, REAL *strip, int64_t at, size_t n)
 {
-    float narrow[FST_CODES_STRIP] ALIGNED;
+    float narrow[STRIP] ALIGNED;
     const int is_narrow = sizeof(REAL) == sizeof narrow[0];
     if (!is_narrow)
         FST_T(fst_loop_narrow_other)(n, (OTHER *)(void *)narrow, strip);
@@ -184,51 +165,44 @@ static void FST_T(store_codes)(const fst_operand *op, REAL *strip, int64_t at, s
 static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
                           const fst_update_args *args, double inv_scale, int write_grad)
 {
-    REAL scratch[FST_OP_STATE][STRIP] ALIGNED, of_states[FST_MAX_STATES][FST_CODES_STRIP] ALIGNED;
+    REAL scratch[FST_OP_STATE][STRIP] ALIGNED, of_states[FST_MAX_STATES][STRIP] ALIGNED;
     noise_room room;
     const uint16_t *noise = NULL;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
-    if (FST_T(update_in_place)(op, begin, count, args, inv_scale, (REAL)factor, write_grad))
-        return;
     const fst_operand *codes = state_in_codes(op, states);
-    const int is_long = sizeof(REAL) == sizeof(float) && codes && are_in_codes(op, states) &&
-                        !op[FST_OP_MASTER].data && FST_T(in_place)(&op[FST_OP_PARAM]) &&
-                        FST_T(in_place)(&op[FST_OP_GRAD]);
-    for (size_t done = 0, n; done < count; done += n) {
+    size_t done =
+        FST_T(update_in_place)(op, begin, count, args, inv_scale, (REAL)factor, write_grad);
+    for (size_t n; done < count; done += n) {
         const int64_t at = begin + (int64_t)done;
         n = count - done < STRIP ? count - done : STRIP;
         if (codes)
-            n = whole_blocks(codes, at, is_long ? FST_CODES_STRIP : STRIP, count - done);
-        const size_t few = n < STRIP ? n : STRIP; /* n, where a loop's length is to be known */
+            n = whole_blocks(codes, at, n, count - done);
         REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
         for (unsigned k = 0; k < FST_OP_STATE + states; k++)
-            if (codes)
-                FST_T(prefetch_strip)(&op[k], at, n, reach(count, done));
-            else
-                FST_T(prefetch)(&op[k], at, reach(count, done));
+            if (!op[k].scales)
+                prefetch(&op[k], at, reach(count, done));
         for (unsigned k = 0; k < states; k++) {
             const fst_operand *state = &op[FST_OP_STATE + k];
-            s[k] = state->scales ? FST_T(load_codes)(state, of_states[k], at, is_long ? n : few)
-                                 : FST_T(load)(state, of_states[k], at, few);
+            s[k] = (state->scales ? FST_T(load_codes) : FST_T(load))(state, of_states[k], at, n);
         }
-        REAL *p = FST_T(load_value)(op, scratch[FST_OP_PARAM], at, few);
-        REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, few);
+        REAL *p = FST_T(load_value)(op, scratch[FST_OP_PARAM], at, n);
+        REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, n);
         if (write_grad) {
             FST_T(scale_grads)(n, g, args, inv_scale);
-            FST_T(store)(&op[FST_OP_GRAD], g, at, few);
+            FST_T(store)(&op[FST_OP_GRAD], g, at, n);
         }
         FST_T(rules)[args->rule].loop(n, p, g, s[0], s[1], s[2], &args->rule_args,
                                       (REAL)(write_grad ? 1.0 : inv_scale), (REAL)factor);
-        if (args->noisy && !is_long)
-            noise = noise_for(room, args, states, at, few);
+        if (args->noisy)
+            noise = noise_for(room, args, states, at, n);
         for (unsigned k = 0; k < states; k++)
             if (op[FST_OP_STATE + k].scales)
-                FST_T(store_codes)(&op[FST_OP_STATE + k], s[k], at, is_long ? n : few);
+                FST_T(store_codes)(&op[FST_OP_STATE + k], s[k], at, n);
             else if (args->noisy && op[FST_OP_STATE + k].dtype == FST_BF16)
-                FST_T(store_by)(&op[FST_OP_STATE + k], s[k], at, few, noise + k * NOISE_ROOM);
+                FST_T(store_by)(&op[FST_OP_STATE + k], s[k], at, n, noise + k * NOISE_ROOM);
             else
-                FST_T(store)(&op[FST_OP_STATE + k], s[k], at, few);
-        FST_T(store_value)(op, p, at, few);
+                FST_T(store)(&op[FST_OP_STATE + k], s[k], at, n);
+        FST_T(store_value)(op, p, at, n);
     }
 }

@@ -146,19 +146,21 @@ FST_FN float fst_of_root(uint8_t code, float factor)
     return root * root;
 }
 
-/* The low bits of 1.5 * 2^23 + x are x rounded to the nearest even. */
-FST_FN uint8_t fst_nearest(float x)
+/* The bits of 1.5 * 2^23 + x, of which the low ones are x rounded to the nearest even. */
+FST_FN int32_t fst_nearest(float x)
 {
-    return (uint8_t)fst_bits_of_f32(x + 12582912.0f);
+    return (int32_t)fst_bits_of_f32(x + 12582912.0f);
 }
 
 FST_FN uint8_t fst_to_signed(float term, float divisor)
 {
-    return fst_nearest(term / (divisor + fabsf(term)) * 254.0f);
+    return (uint8_t)fst_nearest(term / (divisor + fabsf(term)) * 254.0f);
 }
 
+/* Compares integers: of numbers that are not negative they are in the same order. */
 FST_FN uint8_t fst_to_root(float term, float divisor)
 {
-    const float code = term * divisor, least = term > 0.0f ? 1.0f : 0.0f;
-    return fst_nearest(code > least ? code : least);
+    const int32_t bits = (int32_t)fst_bits_of_f32(term), code = fst_nearest(term * divisor);
+    const int32_t least = fst_nearest(0.0f) + (bits < 1 ? bits : 1);
+    return (uint8_t)(code > least ? code : least);
 }

@@ -194,6 +194,7 @@ static void count_updates(void)
     count("update adam fp32 beside codes", "", run_update, adam_beside(0, FST_BF16, 1));
     count("update adam in halves", " beside fp32", run_update, adam_beside(1, FST_F32, 0));
     count("update adam in halves", " beside bf16", run_update, adam_beside(1, FST_BF16, 0));
+    count("update adam in halves", " beside codes", run_update, adam_beside(1, FST_BF16, 1));
 }
 
 int main(int count_of_arguments, char **arguments)
