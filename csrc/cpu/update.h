@@ -170,9 +170,11 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
     const uint16_t *noise = NULL;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
-    const fst_operand *codes = state_in_codes(op, states);
     size_t done =
         FST_T(update_in_place)(op, begin, count, args, inv_scale, (REAL)factor, write_grad);
+    if (done == count)
+        return;
+    const fst_operand *codes = state_in_codes(op, states);
     for (size_t n; done < count; done += n) {
         const int64_t at = begin + (int64_t)done;
         n = count - done < STRIP ? count - done : STRIP;
