@@ -67,3 +67,24 @@ def test_a_loss_scale() -> None:
         given = [torch._neg_view(t) if i == index else t for i, t in enumerate(numbers)]
         with pytest.raises(TypeError, match=f"{name} is a lazily negated view"):
             _C.update_scale(*given[:2], None, given[2], 2.0, 0.5, 2000, 1, 0.0, 1e9)
+
+
+def test_memory_that_was_taken_away() -> None:
+    """A storage that was resized to nothing is refused by name, where torch itself would crash."""
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    samples = torch.zeros(2, 17, dtype=torch.int32)
+    right = torch.ones(2, 3, 8, 8), torch.zeros(2, 3, 8, 8), samples
+    for index, name in enumerate(("images", "out", "samples")):
+        given = [emptied(t) if i == index else t for i, t in enumerate(right)]
+        with pytest.raises(TypeError, match=f"{name} has no memory behind it"):
+            _C.transform_images(*given, (1.0,) * 3, (0.0,) * 3, None, False)
+    numbers = torch.tensor(1024.0), torch.zeros((), dtype=torch.int32), torch.zeros(())
+    for index, name in enumerate(("scale", "growth_tracker", "found_inf")):
+        given = [emptied(t) if i == index else t for i, t in enumerate(numbers)]
+        with pytest.raises(TypeError, match=f"{name} has no memory behind it"):
+            _C.update_scale(*given[:2], None, given[2], 2.0, 0.5, 2000, 1, 0.0, 1e9)

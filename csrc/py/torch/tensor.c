@@ -108,13 +108,26 @@ int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object)
     return ask(tensors, tensors->is_inference, object);
 }
 
+/* 0, or -1 with `problem` filled for elements whose storage was resized to nothing. */
+static int check_memory(const fst_dl_tensor *tensor, fst_problem *problem)
+{
+    int is_empty = 0;
+    for (int d = 0; d < tensor->ndim; d++)
+        is_empty |= tensor->shape[d] == 0;
+    return tensor->data || is_empty
+               ? 0
+               : fst_problem_set(problem, "storage", "has no memory behind it");
+}
+
 int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                           fst_problem *problem)
 {
     const int negated = is_negated(tensors, object, problem);
     if (negated > 0)
         fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
-    return negated ? -1 : fst_tensor_read(tensors, object, tensor, problem);
+    return negated || fst_tensor_read(tensors, object, tensor, problem)
+               ? -1
+               : check_memory(tensor, problem);
 }
 
 /* Reads all of a view but whether it is negated. Runs Python code only to learn a type. */
@@ -141,9 +154,7 @@ static int read_view(fst_tensors *tensors, PyObject *object, int counter, fst_vi
     view->strides = tensor.strides;
     view->ndim = tensor.ndim;
     view->device = tensor.device.device_type == FST_DL_CPU ? FST_HOST : tensor.device.device_id;
-    if (!tensor.data && fst_view_count(view) > 0)
-        return fst_problem_set(problem, "storage", "has no memory behind it");
-    return 0;
+    return check_memory(&tensor, problem);
 }
 
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
