@@ -49,7 +49,6 @@ MAY_IMPORT = {
     "_C": set(),
     "_torch": {"_C"},
     "_devices": {"_C"},
-    "memory": {"_C"},
     "grads": {*TORCH, "_devices"},
     "nn": {*TORCH, "_devices"},
     "optim": {*TORCH, "_devices", "grads"},
@@ -57,6 +56,7 @@ MAY_IMPORT = {
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
     "accumulation": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
     "zero": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
+    "memory": {"_C", "zero"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}

@@ -1,4 +1,4 @@
-"""Memory that torch frees stays with the process, and is used again without page faults."""
+"""Memory that torch frees stays with the process; blocks are computed again to save memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import _C
+from .fitting import BlockRow, Fitted, fit
 from .groups import group_of
 
-__all__ = ["Stats", "release", "retain", "stats", "undo"]
+__all__ = ["BlockRow", "Fitted", "Stats", "fit", "release", "retain", "stats", "undo"]
 
 _VARIABLE = "FASTSTEP_RETAIN"
 

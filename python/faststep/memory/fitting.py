@@ -1,0 +1,270 @@
+"""Chooses the blocks to compute again in backward, so that a step stays within a limit."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..zero.stage3.blocks import blocks_of
+from .activations import Step, UndoneStep, saved_by, seconds_of, step_memory
+from .recompute import Buffers, Recomputed, warm_up
+
+TRIES = 6  # choices that are measured
+MOST_STATES = 4096  # of the search; with blocks of one size there are few
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
+
+
+class BlockRow(NamedTuple):
+    """A block that :func:`fit` has measured."""
+
+    name: str
+    """As in `model.named_modules()`."""
+    saved: int
+    """Bytes that it saves for backward and need not."""
+    seconds: float
+    """Of its forward in a step."""
+    checkpointed: bool
+    """True if it is computed again in backward."""
+
+
+class Fitted:
+    """The answer of :func:`fit`: what was measured and chosen; `str()` makes a table of it.
+
+    Attributes:
+        rows: the blocks, in the order in which they are called.
+        limit: bytes that were asked for.
+        plain: bytes of the peak without checkpoints, measured.
+        predicted: bytes of the peak with them, by the bytes that the blocks save.
+        peak: bytes of the peak with them, measured.
+    """
+
+    def __init__(
+        self, rows: list[BlockRow], limit: int, plain: int, predicted: int, peak: int
+    ) -> None:
+        self.rows = tuple(rows)
+        self.limit, self.plain, self.predicted, self.peak = limit, plain, predicted, peak
+        self._put: list[Recomputed] = []
+
+    def remove(self) -> None:
+        """Let all blocks have their forward back. A second call does nothing."""
+        while self._put:
+            self._put.pop().take_off()
+
+    def __str__(self) -> str:
+        width = max(5, *(len(row.name) for row in self.rows))
+        lines = [f"{'block':{width}}  saved MiB  forward ms  checkpointed"]
+        for row in self.rows:
+            yes = "yes" if row.checkpointed else "no"
+            saved, spent = row.saved / 2**20, 1000 * row.seconds
+            lines.append(f"{row.name:{width}}  {saved:9.1f}  {spent:10.2f}  {yes}")
+        peaks = [("limit", self.limit), ("plain peak", self.plain)]
+        if any(row.checkpointed for row in self.rows):
+            peaks += [("predicted peak", self.predicted), ("measured peak", self.peak)]
+        else:
+            lines.append("nothing is checkpointed: the plain peak is within the limit")
+        return "\n".join([*lines, ", ".join(f"{name} {_mib(size)}" for name, size in peaks)])
+
+
+def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
+    """Let some blocks be computed again in backward, so that a step's peak is within a limit.
+
+    Three steps tell the bytes that each block of a class that the model repeats saves for
+    backward, the seconds of its forward, and the peak. The choice of blocks with the least seconds
+    that should fit is measured, and corrected, at most six times. `torch.utils.checkpoint` computes
+    them again, with `use_reentrant=False`: gradients keep their bits. Only the `forward` of these
+    blocks is replaced. Gradients, buffers and random state are afterwards what they were before.
+
+    Args:
+        model: on one device, in the mode in which it is trained.
+        step: runs forward, loss and backward once, as in training, without `optimizer.step()`.
+            It should use one batch again and again. Call `fit` after a first step of training, so
+            that the optimizer's states are there.
+        limit: of the peak, as bytes or as "6GiB" or "500MB". On CPUs it is that of the resident
+            memory of the process, on CUDA of torch's tensors on the device.
+
+    Raises:
+        TypeError: limit is neither an int nor a str.
+        ValueError: limit is no size, the model has no repeated blocks, is compiled, inside of
+            DistributedDataParallel, fitted already or on several devices, or step() changes
+            parameters.
+        MemoryError: no choice stays within the limit. It tells the least peak that was reached.
+    """
+    most = _bytes_of(limit)
+    blocks = blocks_of(model)
+    device = _check(model, blocks)
+    warm_up()
+    names = {id(module): name for name, module in model.named_modules()}
+    undone = UndoneStep(step, model, device)
+    saved = saved_by(undone, model, blocks)
+    seconds = seconds_of(undone, blocks, device)
+    start, plain = (size - undone.nbytes for size in step_memory(undone, device))
+    order = [blocks[index] for index in saved]
+    choice = _Choice(order, list(saved.values()), [seconds[i] for i in saved], start, plain)
+    recomputed = [Recomputed(block, _inside(block, undone.changing)) for block in order]
+    chosen, reached = 0, plain
+    if plain > most:
+        chosen, reached = _search(
+            choice, recomputed, lambda: step_memory(undone, device)[1] - undone.nbytes, most
+        )
+    rows = [
+        BlockRow(names[id(block)], nbytes, seconds[index], bool(chosen >> place & 1))
+        for place, (block, (index, nbytes)) in enumerate(zip(order, saved.items(), strict=True))
+    ]
+    fitted = Fitted(rows, most, plain, choice.predicted(chosen), reached)
+    fitted._put = _put(recomputed, chosen)
+    return fitted
+
+
+def _bytes_of(limit: object) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise TypeError(f"limit must be an int, in bytes, or a str as '6GiB', not {limit!r}")
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B|)", str(limit).strip())
+    if size is None or size[2] not in _UNITS or not float(size[1]):
+        raise ValueError(f"limit must be a size as '6GiB' or '500MB', not {limit!r}")
+    return int(float(size[1]) * _UNITS[size[2]])
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _check(model: nn.Module, blocks: Sequence[nn.Module]) -> torch.device:
+    """The device of a model that can be fitted."""
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None):
+            raise ValueError("the model is compiled: call fit() before, and compile it afterwards")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError("call fit() before the model is inside of DistributedDataParallel")
+        if isinstance(vars(module).get("forward"), Recomputed):
+            raise ValueError("the model is fitted already: call remove() of that before")
+    if not blocks:
+        raise ValueError(
+            "the model has no repeated blocks: fit() needs modules with children, several of a "
+            "class, as the layers of a transformer are"
+        )
+    devices = {param.device for param in model.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise ValueError(f"fit() needs a model on the CPU or one CUDA device, not {devices}")
+    return devices.pop()
+
+
+def _inside(block: nn.Module, buffers: Buffers) -> Buffers:
+    modules = {id(module) for module in block.modules()}
+    return [(module, name) for module, name in buffers if id(module) in modules]
+
+
+class _State(NamedTuple):
+    """What a choice frees, what it costs, and its blocks as bits."""
+
+    freed: int
+    seconds: float
+    chosen: int
+
+
+class _Choice:
+    """Says what choices of blocks do to the peak, and finds the one that takes the least time.
+
+    While backward is in a block, what it saves is there, computed again or not; so are gradients
+    of the blocks behind it, and what those before it save. The peak that was measured is that of
+    the last block or of what comes behind it.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        saved: Sequence[int],
+        seconds: Sequence[float],
+        start: int,
+        plain: int,
+    ) -> None:
+        self.start = start
+        self._saved, self._seconds = saved, seconds
+        grads = [
+            sum(one.nbytes for one in block.parameters() if one.grad is None) for block in blocks
+        ]
+        until = list(itertools.accumulate(saved))
+        behind = [sum(grads) - upto for upto in itertools.accumulate(grads)]
+        # By the number of blocks that can free something before: those ahead of a block, or all.
+        self._peaks = [start + one + other for one, other in zip(until, behind, strict=True)]
+        self._peaks.append(plain)
+
+    def predicted(self, chosen: int) -> int:
+        """The peak."""
+        freed = [size * (chosen >> i & 1) for i, size in enumerate(self._saved)]
+        sums = itertools.accumulate(freed, initial=0)
+        return max(peak - one for peak, one in zip(self._peaks, sums, strict=True))
+
+    def best(self, limit: int) -> int | None:
+        """The choice that takes the least time of those that should stay within a limit."""
+        states = [_State(0, 0.0, 0)]
+        for i, (size, seconds) in enumerate(zip(self._saved, self._seconds, strict=True)):
+            states = [one for one in states if self._peaks[i] - one.freed <= limit]
+            more = [_State(f + size, t + seconds, c | 1 << i) for f, t, c in states]
+            states = _front([*states, *more])
+        fitting = [one for one in states if self._peaks[-1] - one.freed <= limit]
+        return min(fitting, key=lambda one: one.seconds).chosen if fitting else None
+
+    def cost(self, chosen: int) -> float:
+        """Seconds to compute these blocks again."""
+        return sum(one for i, one in enumerate(self._seconds) if chosen >> i & 1)
+
+    @property
+    def all(self) -> int:
+        """All blocks that save something."""
+        return sum(1 << i for i, size in enumerate(self._saved) if size)
+
+
+def _front(states: list[_State]) -> list[_State]:
+    """Those that free more than any that takes less time; some of them if they are many."""
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda one: (-one.freed, one.seconds)):
+        if not kept or state.seconds < kept[-1].seconds:
+            kept.append(state)
+    return kept[:: len(kept) // MOST_STATES + 1]
+
+
+def _put(recomputed: Sequence[Recomputed], chosen: int) -> list[Recomputed]:
+    put = [one for i, one in enumerate(recomputed) if chosen >> i & 1]
+    for one in put:
+        one.put()
+    return put
+
+
+def _search(
+    choice: _Choice,
+    recomputed: Sequence[Recomputed],
+    peak: Callable[[], int],
+    limit: int,
+) -> tuple[int, int]:
+    """The quickest choice whose measured peak is within the limit, and that peak."""
+    found = {0: choice.predicted(0)}
+    error = 0
+    for _ in range(TRIES):
+        chosen = choice.best(limit - error)
+        if chosen is None or chosen in found:
+            chosen = choice.all  # the last one to be tried, where none was within the limit
+            if chosen in found or min(found.values()) <= limit:
+                break
+        put = _put(recomputed, chosen)
+        try:
+            found[chosen] = peak()
+        finally:
+            for one in put:
+                one.take_off()
+        error = found[chosen] - choice.predicted(chosen)
+    within = [chosen for chosen, top in found.items() if top <= limit]
+    if not within:
+        raise MemoryError(
+            f"no choice of blocks stays within {_mib(limit)}: the least peak that was reached is "
+            f"{_mib(min(found.values()))}, of which {_mib(choice.start)} are there before the step"
+        )
+    chosen = min(within, key=choice.cost)
+    return chosen, found[chosen]

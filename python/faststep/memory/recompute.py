@@ -1,0 +1,83 @@
+"""Blocks that are computed again in backward, with nothing replaced but their `forward`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Buffers = Sequence[tuple[nn.Module, str]]  # each with the module that has it
+
+
+class Recomputed:
+    """The `forward` of a block under `torch.utils.checkpoint`, not reentrant.
+
+    It is an attribute of the block, so names, classes and hooks of the block stay. It refers to the
+    block, so that a copy of the block has one that refers to the copy.
+
+    Args:
+        block: whose forward it is, once it is put there.
+        changing: buffers that forward changes, as running statistics. The second forward gets the
+            values that the first one got, and leaves them as they are.
+    """
+
+    def __init__(self, block: nn.Module, changing: Buffers = ()) -> None:
+        self._block, self._changing = block, list(changing)
+        self._replaced: Callable[..., Any] | None = vars(block).get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that it calls; `inspect.signature` looks for it, too."""
+        return self._replaced or functools.partial(type(self._block).forward, self._block)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": self._contexts} if self._changing else {}
+        bound = functools.partial(plain, **kwargs)
+        return checkpoint(bound, *args, use_reentrant=False, **options)
+
+    def put(self) -> None:
+        """Let the block use it."""
+        self._block.forward = self
+
+    def take_off(self) -> None:
+        """Let the block have its forward back."""
+        del self._block.forward
+        if self._replaced is not None:
+            self._block.forward = self._replaced
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        first = [getattr(module, name).clone() for module, name in self._changing]
+        return contextlib.nullcontext(), _Earlier(self._changing, first)
+
+
+class _Earlier(AbstractContextManager[None]):
+    """Lets modules have earlier values of buffers; backward may enter it several times."""
+
+    def __init__(self, buffers: Buffers, values: list[Tensor]) -> None:
+        self._buffers, self._values = buffers, values
+        self._now: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._now = [getattr(module, name) for module, name in self._buffers]
+        self._set([value.clone() for value in self._values])
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._now)
+
+    def _set(self, values: list[Tensor]) -> None:
+        for (module, name), value in zip(self._buffers, values, strict=True):
+            setattr(module, name, value)
+
+
+def warm_up() -> None:
+    """Let torch import what its checkpoints need, tens of MiB, before memory is measured."""
+    checkpoint(torch.square, torch.ones(1, requires_grad=True), use_reentrant=False)
