@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from faststep import memory
@@ -124,8 +125,18 @@ def test_training_has_the_same_bits_and_the_model_its_names(model: Model) -> Non
     for one in copies:
         assert one.blocks[0].forward._block is one.blocks[0]
         assert equal(train(one), expected)
-    with torch.no_grad():
-        model(torch.randn(ROWS, WIDTH))
+    buffers = copy.deepcopy(list(plain.buffers()))
+    x = torch.randn(ROWS, WIDTH)
+    for one in (plain, model):
+        torch.manual_seed(2)
+        loss = one(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with torch.no_grad():
+            one(x)
+    assert not equal(buffers, list(plain.buffers()))
+    assert equal(list(model.buffers()), list(plain.buffers()))
+    assert equal([one.grad for one in model.parameters()], [one.grad for one in plain.parameters()])
     assert model.blocks[0](torch.randn(ROWS, WIDTH), scale=2.0).requires_grad
     fitted.remove()
     fitted.remove()
@@ -205,7 +216,7 @@ def test_the_choice_takes_the_least_time() -> None:
     draws = random.Random(0)
     for _ in range(200):
         count = draws.randint(1, 7)
-        blocks = [nn.Linear(draws.randint(1, 9), 1) for _ in range(count)]
+        blocks: list[nn.Module] = [nn.Linear(draws.randint(1, 9), 1) for _ in range(count)]
         saved = [draws.choice([0, 40, 40, 100, 70]) for _ in range(count)]
         seconds = [draws.choice([1.0, 1.0, 2.0, 0.5]) for _ in range(count)]
         choice = _Choice(blocks, saved, seconds, 1000, 1010 + sum(saved))
@@ -217,6 +228,14 @@ def test_the_choice_takes_the_least_time() -> None:
         else:
             assert best in within
             assert choice.cost(best) == min(map(choice.cost, within))
+
+
+def test_of_equal_blocks_the_first_are_chosen() -> None:
+    seconds = [2.0, 1.0, 1.5, 1.0, 0.5, 0.9]
+    choice = _Choice([nn.Identity()] * 6, [100] * 6, seconds, 0, 610)
+    assert [choice.best(limit) for limit in (610, 609, 410, 110)] == [0, 1, 0b11, 0b11111]
+    assert choice.best(109) == 0b111111
+    assert choice.best(99) is None
 
 
 def test_a_choice_among_many_blocks_of_all_sizes() -> None:
@@ -249,11 +268,20 @@ def compiled() -> nn.Module:
     return model
 
 
+def distributed() -> nn.Module:
+    """As far as it can be without a group of processes."""
+    model = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.module = Model(Plain)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (compiled, "the model is compiled"),
         (lambda: torch.compile(Model(Plain)), "the model is compiled"),
+        (distributed, "inside of DistributedDataParallel"),
         (lambda: nn.Linear(WIDTH, 1), "has no repeated blocks"),
         (lambda: Model(Plain, 1), "has no repeated blocks"),
         (lambda: Model(lambda: Plain().to("meta")), "on the CPU or one CUDA device"),
@@ -295,7 +323,7 @@ class Block(nn.Module):
 torch.set_num_threads(1)
 memory.retain()
 model = nn.Sequential(*(Block() for _ in range(8)))
-x = torch.randn(2**20)  # a block saves seven tensors of 4 MiB, beside its input and output
+x = torch.randn(2**19)  # a block saves seven tensors of 2 MiB, beside its input and output
 step = lambda: model(x).mean().backward()
 step()
 model.zero_grad()
@@ -303,16 +331,16 @@ fitted = memory.fit(model, step, "1TB")
 assert fitted.peak == fitted.plain and not any(row.checkpointed for row in fitted.rows)
 assert "nothing is checkpointed" in str(fitted), fitted
 saved = sum(row.saved for row in fitted.rows)
-assert saved == 8 * 28 * 2**20, saved
+assert saved == 8 * 14 * 2**20, saved
 counts = []
-for share in (0.8, 0.6, 0.45):
+for share in (0.7, 0.45):
     limit = int(fitted.plain - (1 - share) * saved)
     found = memory.fit(model, step, limit)
     counts.append(sum(row.checkpointed for row in found.rows))
     start, peak = step_memory(step, torch.device("cpu"))
     model.zero_grad()
     assert max(peak, found.peak) <= limit + 2**20, (peak, str(found))
-    assert peak > limit - 40 * 2**20, (peak, str(found))
+    assert peak > limit - 20 * 2**20, (peak, str(found))
     assert "measured peak" in str(found) and not found.rows[-1].checkpointed
     found.remove()
 try:
@@ -329,4 +357,4 @@ print(counts)
 def test_the_peak_is_near_the_limit(programs: Programs) -> None:
     done = programs.run(PEAKS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[2, 4, 5]"
+    assert done.stdout.strip() == "[3, 5]"

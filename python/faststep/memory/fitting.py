@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -186,7 +187,7 @@ class _Choice:
         plain: int,
     ) -> None:
         self.start = start
-        self._saved, self._seconds = saved, seconds
+        self._saved, self._seconds = saved, _evened(blocks, saved, seconds)
         grads = [
             sum(one.nbytes for one in block.parameters() if one.grad is None) for block in blocks
         ]
@@ -222,8 +223,23 @@ class _Choice:
         return sum(1 << i for i, size in enumerate(self._saved) if size)
 
 
+def _evened(
+    blocks: Sequence[nn.Module], saved: Sequence[int], seconds: Sequence[float]
+) -> list[float]:
+    """Of blocks of one class and size the median, so that of two the earlier one is chosen."""
+    alike = list(zip(map(type, blocks), saved, strict=True))
+    return [
+        statistics.median(took for took, other in zip(seconds, alike, strict=True) if other == one)
+        for one in alike
+    ]
+
+
 def _front(states: list[_State]) -> list[_State]:
-    """Those that free more than any that takes less time; some of them if they are many."""
+    """Those that free more than any that takes less time; some of them if they are many.
+
+    Of equals it keeps the first, whose blocks are earlier ones: these are computed again when
+    less of what other blocks save is there.
+    """
     kept: list[_State] = []
     for state in sorted(states, key=lambda one: (-one.freed, one.seconds)):
         if not kept or state.seconds < kept[-1].seconds:
