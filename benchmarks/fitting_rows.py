@@ -5,7 +5,8 @@
 
 A limit is a share of what the peak of plain steps takes above the memory before a step. Each is
 that of a new process, which calls `retain()`. Steps with AdamW run plain, fitted and with all
-blocks checkpointed in turn; a time is the least, and a peak the highest.
+blocks checkpointed in turn. They have one thread; a time is the least of the processor's, and a
+peak the highest.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ MODELS = {"GPT": gpt, "ResNet-18": resnet}
 
 
 class Row(NamedTuple):
-    """Bytes above the memory before a step, and seconds, by kind of step."""
+    """Bytes above the memory before a step, and seconds, by kind of step; none if nothing fits."""
 
     limit: float
     peaks: dict[str, float]
@@ -85,7 +86,7 @@ class Row(NamedTuple):
     blocks: int
     checkpointed: int
     largest: int  # bytes that a block saves: how fine a limit can be met
-    text: str
+    text: str  # the table of fit(), or why no choice of blocks fits
 
 
 def one(name: str, share: float) -> Row:
@@ -108,7 +109,12 @@ def one(name: str, share: float) -> Row:
     nothing = faststep.memory.fit(model, step, "1TB")
     start, peak = step_memory(step, torch.device("cpu"))
     update()
-    fitted = faststep.memory.fit(model, step, int(start + share * (peak - start)))
+    largest = max(row.saved for row in nothing.rows)
+    limit = share * (peak - start)
+    try:
+        fitted = faststep.memory.fit(model, step, int(start + limit))
+    except MemoryError as error:
+        return Row(limit, {}, {}, len(nothing.rows), 0, largest, f"{error}; {start / 2**20:.1f}")
     chosen = {row.name for row in fitted.rows if row.checkpointed}
     fitted.remove()
     names = {id(module): path for path, module in model.named_modules()}
@@ -127,9 +133,9 @@ def one(name: str, share: float) -> Row:
             timed: list[float] = []
 
             def step_and_time(timed: list[float] = timed) -> None:
-                begun = time.perf_counter()
+                begun = time.process_time()
                 step()
-                timed.append(time.perf_counter() - begun)
+                timed.append(time.process_time() - begun)
 
             before, top = step_memory(step_and_time, torch.device("cpu"))
             update()
@@ -137,13 +143,28 @@ def one(name: str, share: float) -> Row:
             seconds[kind] = min(seconds[kind], *timed, float("inf"))
             for each in put:
                 each.take_off()
-    largest = max(row.saved for row in nothing.rows)
-    limit = share * (peak - start)
     return Row(limit, peaks, seconds, len(blocks), len(chosen), largest, str(fitted))
 
 
 def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.BatchNorm2d)
+
+
+def cells(row: Row) -> list[str]:
+    """Of the table, after the first two."""
+    fine = f"{row.largest / row.limit:.0%}"
+    if not row.peaks:
+        return ["no choice fits", fine, *["-"] * 5]
+    plain = row.seconds["plain"]
+    return [
+        f"{row.checkpointed} of {row.blocks}",
+        fine,
+        f"{row.peaks['fitted'] / row.limit:.0%}",
+        f"{row.peaks['fitted'] / 2**20:.0f}",
+        f"{row.peaks['all'] / 2**20:.0f}",
+        f"{row.seconds['fitted'] / plain:.2f}x",
+        f"{row.seconds['all'] / plain:.2f}x",
+    ]
 
 
 def main() -> None:
@@ -161,20 +182,7 @@ def main() -> None:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             row = Row(*json.loads(done.stdout))
             print(row.text, file=sys.stderr, flush=True)
-            plain = row.seconds["plain"]
-            rows.append(
-                [
-                    name,
-                    f"{share:.0%}",
-                    f"{row.checkpointed} of {row.blocks}",
-                    f"{row.largest / row.limit:.0%}",
-                    f"{row.peaks['fitted'] / row.limit:.0%}",
-                    f"{row.peaks['fitted'] / 2**20:.0f}",
-                    f"{row.peaks['all'] / 2**20:.0f}",
-                    f"{row.seconds['fitted'] / plain:.2f}x",
-                    f"{row.seconds['all'] / plain:.2f}x",
-                ]
-            )
+            rows.append([name, f"{share:.0%}", *cells(row)])
             print(rows[-1], file=sys.stderr, flush=True)
     header = ["model", "limit", "checkpointed", "largest block of limit", "peak of limit"]
     header += ["peak MiB", "peak MiB, all", "time", "time, all"]

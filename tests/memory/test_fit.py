@@ -188,6 +188,20 @@ def test_measuring_leaves_no_trace(model: Model, fails_at: int | None, has_grads
     assert random.getstate() == drawn[1]
 
 
+@pytest.mark.usefixtures("all_fit")
+def test_a_model_may_be_compiled_afterwards(model: Model) -> None:
+    plain = copy.deepcopy(model)
+    x = torch.randn(ROWS, WIDTH)
+    memory.fit(model, step_of(model, x), "500MB")
+    called = torch.compile(model, backend="aot_eager")
+    for one in (plain, called):
+        torch.manual_seed(2)
+        one(x).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+    torch.testing.assert_close(list(model.buffers()), list(plain.buffers()))
+
+
 def test_saved_bytes() -> None:
     model = Model(Plain)
     step = step_of(model)
@@ -323,7 +337,7 @@ class Block(nn.Module):
 torch.set_num_threads(1)
 memory.retain()
 model = nn.Sequential(*(Block() for _ in range(8)))
-x = torch.randn(2**19)  # a block saves seven tensors of 2 MiB, beside its input and output
+x = torch.randn(2**18)  # a block saves seven tensors of 1 MiB, beside its input and output
 step = lambda: model(x).mean().backward()
 step()
 model.zero_grad()
@@ -331,7 +345,7 @@ fitted = memory.fit(model, step, "1TB")
 assert fitted.peak == fitted.plain and not any(row.checkpointed for row in fitted.rows)
 assert "nothing is checkpointed" in str(fitted), fitted
 saved = sum(row.saved for row in fitted.rows)
-assert saved == 8 * 14 * 2**20, saved
+assert saved == 8 * 7 * 2**20, saved
 counts = []
 for share in (0.7, 0.45):
     limit = int(fitted.plain - (1 - share) * saved)
@@ -340,7 +354,7 @@ for share in (0.7, 0.45):
     start, peak = step_memory(step, torch.device("cpu"))
     model.zero_grad()
     assert max(peak, found.peak) <= limit + 2**20, (peak, str(found))
-    assert peak > limit - 20 * 2**20, (peak, str(found))
+    assert peak > limit - 12 * 2**20, (peak, str(found))
     assert "measured peak" in str(found) and not found.rows[-1].checkpointed
     found.remove()
 try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import random
 import sys
 import time
@@ -86,7 +85,6 @@ def _copy(grad: Tensor | None) -> Tensor | None:
 
 def step_memory(step: Step, device: torch.device) -> tuple[int, int]:
     """Bytes before a step, and at its peak: of tensors on CUDA, else of the resident memory."""
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import statistics
@@ -60,7 +61,7 @@ class Fitted:
             self._put.pop().take_off()
 
     def __str__(self) -> str:
-        width = max(5, *(len(row.name) for row in self.rows))
+        width = max([5, *(len(row.name) for row in self.rows)])
         lines = [f"{'block':{width}}  saved MiB  forward ms  checkpointed"]
         for row in self.rows:
             yes = "yes" if row.checkpointed else "no"
@@ -102,6 +103,7 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
     blocks = blocks_of(model)
     device = _check(model, blocks)
     warm_up()
+    gc.collect()
     names = {id(module): name for name, module in model.named_modules()}
     undone = UndoneStep(step, model, device)
     saved = saved_by(undone, model, blocks)
