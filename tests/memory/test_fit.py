@@ -206,13 +206,15 @@ def test_saved_bytes() -> None:
     model = Model(Plain)
     step = step_of(model)
     once = [2 * NBYTES] * 4  # silu's input and output
-    assert list(saved_by(step, model, list(model.blocks)).values()) == once
-    twice = saved_by(lambda: (step(), step()), model, list(model.blocks))
+    assert list(saved_by(step, model, list(model.blocks))[0].values()) == once
+    twice, outside = saved_by(lambda: (step(), step()), model, list(model.blocks))
+    assert outside[:-1] == [0, *[NBYTES] * 3]  # inputs of the second block and those behind it
+    assert outside[-1] > NBYTES  # that of the head, and what the loss saves
     assert list(twice.values()) == once  # of micro-batches, one after the other
     without = torch.no_grad()(lambda: model(torch.ones(1, WIDTH)))
-    assert set(saved_by(without, model, list(model.blocks)).values()) == {0}
+    assert set(saved_by(without, model, list(model.blocks))[0].values()) == {0}
     model.blocks[1], model.blocks[2] = model.blocks[3], model.blocks[3]
-    found = saved_by(step, model, [model.blocks[0], model.blocks[3]])
+    found, _ = saved_by(step, model, [model.blocks[0], model.blocks[3]])
     assert list(found.values()) == [2 * NBYTES, 3 * 2 * NBYTES]
 
 
@@ -223,7 +225,7 @@ def test_blocks_that_are_checkpointed_save_nothing_more() -> None:
             return result
 
     model = Model(Again)
-    assert set(saved_by(step_of(model), model, list(model.blocks)).values()) == {0}
+    assert set(saved_by(step_of(model), model, list(model.blocks))[0].values()) == {0}
 
 
 def test_the_choice_takes_the_least_time() -> None:
@@ -233,7 +235,7 @@ def test_the_choice_takes_the_least_time() -> None:
         blocks: list[nn.Module] = [nn.Linear(draws.randint(1, 9), 1) for _ in range(count)]
         saved = [draws.choice([0, 40, 40, 100, 70]) for _ in range(count)]
         seconds = [draws.choice([1.0, 1.0, 2.0, 0.5]) for _ in range(count)]
-        choice = _Choice(blocks, saved, seconds, 1000, 1010 + sum(saved))
+        choice = _Choice(blocks, saved, [0] * (count + 1), seconds, 1000, 1010 + sum(saved))
         limit = 1000 + draws.randint(0, 10 + sum(saved))
         within = [one for one in range(2**count) if choice.predicted(one) <= limit]
         best = choice.best(limit)
@@ -246,7 +248,7 @@ def test_the_choice_takes_the_least_time() -> None:
 
 def test_of_equal_blocks_the_first_are_chosen() -> None:
     seconds = [2.0, 1.0, 1.5, 1.0, 0.5, 0.9]
-    choice = _Choice([nn.Identity()] * 6, [100] * 6, seconds, 0, 610)
+    choice = _Choice([nn.Identity()] * 6, [100] * 6, [0] * 7, seconds, 0, 610)
     assert [choice.best(limit) for limit in (610, 609, 410, 110)] == [0, 1, 0b11, 0b11111]
     assert choice.best(109) == 0b111111
     assert choice.best(99) is None
@@ -256,7 +258,7 @@ def test_a_choice_among_many_blocks_of_all_sizes() -> None:
     draws = random.Random(0)
     saved = [draws.randint(10**6, 10**7) for _ in range(60)]
     seconds = [draws.random() for _ in saved]
-    choice = _Choice([nn.Identity()] * 60, saved, seconds, 0, sum(saved))
+    choice = _Choice([nn.Identity()] * 60, saved, [0] * 61, seconds, 0, sum(saved))
     best = choice.best(sum(saved) // 2)
     assert best is not None
     assert 0.99 < choice.predicted(best) / (sum(saved) // 2) <= 1

@@ -128,17 +128,24 @@ def seconds_of(step: Step, blocks: Sequence[nn.Module], device: torch.device) ->
     return seconds
 
 
-def saved_by(step: Step, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, int]:
+def saved_by(
+    step: Step, model: nn.Module, blocks: Sequence[nn.Module]
+) -> tuple[dict[int, int], list[int]]:
     """The bytes that each block saves at the moment of a step when all together save most.
 
     What blocks get or return is not theirs, as others hold it, too, nor is what checkpoints inside
-    of a block compute again. The indices are in the order in which the blocks were called first.
+    of a block compute again.
+
+    Returns:
+        By the index of each block, in the order in which they were called first; and what is saved
+        outside of them until the first one is called, until the second one is, and so on.
     """
     saved = _Saved({_key(one) for one in (*model.parameters(), *model.buffers())})
     order: dict[int, None] = {}
 
     def enter(index: int, args: object, kwargs: object) -> None:
         order[index] = None
+        saved.outside = -1 - len(order)
         saved.inside.append((index, set(_keys_in((args, kwargs)))))
 
     def leave(index: int, output: object) -> None:
@@ -148,7 +155,8 @@ def saved_by(step: Step, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[
     with saved_tensors_hooks(saved.pack, saved.unpack):
         _hooked(step, blocks, enter, leave)
     saved.note()
-    return {index: saved.at_most[index] for index in order}
+    outside = [saved.at_most[-1 - count] for count in range(len(order) + 1)]
+    return {index: saved.at_most[index] for index in order}, outside
 
 
 def _hooked(
@@ -185,7 +193,8 @@ class _Saved:
 
     def __init__(self, fixed: set[int]) -> None:
         self.inside: list[tuple[int, set[int]]] = []  # the block that runs, and its inputs
-        self.at_most: Counter[int] = Counter()  # bytes by block; of what is outside: -1
+        self.at_most: Counter[int] = Counter()  # bytes by block, and by `outside`
+        self.outside = -1  # less the number of blocks that were called
         self._fixed = fixed
         self._live: Counter[int] = Counter()
         self._most = 0
@@ -196,8 +205,8 @@ class _Saved:
             return tensor
         key = _key(tensor)
         if key not in self._held:
-            index, inputs = self.inside[-1] if self.inside else (-1, set())
-            owner = -1 if key in inputs else index
+            index, inputs = self.inside[-1] if self.inside else (self.outside, set())
+            owner = self.outside if key in inputs else index
             self._held[key] = [owner, tensor.untyped_storage().nbytes(), 0]
             self._live[owner] += self._held[key][1]
         self._held[key][2] += 1
@@ -211,8 +220,8 @@ class _Saved:
         for key in keys:
             if key in self._held and self._held[key][0] == index:
                 self._live[index] -= self._held[key][1]
-                self._live[-1] += self._held[key][1]
-                self._held[key][0] = -1
+                self._live[self.outside] += self._held[key][1]
+                self._held[key][0] = self.outside
 
     def drop(self, key: int) -> None:
         self.note()

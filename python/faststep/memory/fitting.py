@@ -106,11 +106,12 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
     gc.collect()
     names = {id(module): name for name, module in model.named_modules()}
     undone = UndoneStep(step, model, device)
-    saved = saved_by(undone, model, blocks)
+    saved, outside = saved_by(undone, model, blocks)
     seconds = seconds_of(undone, blocks, device)
     start, plain = (size - undone.nbytes for size in step_memory(undone, device))
     order = [blocks[index] for index in saved]
-    choice = _Choice(order, list(saved.values()), [seconds[i] for i in saved], start, plain)
+    took = [seconds[index] for index in saved]
+    choice = _Choice(order, list(saved.values()), outside, took, start, plain)
     recomputed = [Recomputed(block, _inside(block, undone.changing)) for block in order]
     chosen, reached = 0, plain
     if plain > most:
@@ -175,15 +176,16 @@ class _State(NamedTuple):
 class _Choice:
     """Says what choices of blocks do to the peak, and finds the one that takes the least time.
 
-    While backward is in a block, what it saves is there, computed again or not; so are gradients
-    of the blocks behind it, and what those before it save. The peak that was measured is that of
-    the last block or of what comes behind it.
+    While backward is in a block, what it saves is there, computed again or not. So is what the
+    blocks and other modules before it save, and gradients of the blocks behind it. The peak that
+    was measured is that of the last block or of what comes behind it.
     """
 
     def __init__(
         self,
         blocks: Sequence[nn.Module],
         saved: Sequence[int],
+        outside: Sequence[int],
         seconds: Sequence[float],
         start: int,
         plain: int,
@@ -193,10 +195,12 @@ class _Choice:
         grads = [
             sum(one.nbytes for one in block.parameters() if one.grad is None) for block in blocks
         ]
-        until = list(itertools.accumulate(saved))
+        first, *others = outside or [0]
+        until = itertools.accumulate(map(sum, zip(saved, others, strict=True)), initial=first)
         behind = [sum(grads) - upto for upto in itertools.accumulate(grads)]
         # By the number of blocks that can free something before: those ahead of a block, or all.
-        self._peaks = [start + one + other for one, other in zip(until, behind, strict=True)]
+        there = zip(list(until)[1:], behind, strict=True)
+        self._peaks = [start + size + grad for size, grad in there]
         self._peaks.append(plain)
 
     def predicted(self, chosen: int) -> int:
