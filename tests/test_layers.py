@@ -84,7 +84,7 @@ MAY_IMPORT = {
     },
     "doctor": {*TORCH, "memory", "run"},
     "sizing": {*TORCH, "optim", "zero"},
-    "cli": {*TORCH, "faststep", "data", "doctor", "run", "sizing", "zero"},
+    "cli": {*TORCH, "faststep", "data", "doctor", "memory", "run", "sizing", "zero"},
     "__main__": {"cli"},
 }
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

@@ -266,7 +266,7 @@ def test_a_choice_among_many_blocks_of_all_sizes() -> None:
 
 @pytest.mark.parametrize("limit", [0, "6 GX", "", "-1MB", "1.GB"])
 def test_a_limit_that_is_no_size(model: Model, limit: Any) -> None:
-    with pytest.raises(ValueError, match="limit must be a size"):
+    with pytest.raises(ValueError, match="is no size"):
         memory.fit(model, step_of(model), limit)
 
 
@@ -275,7 +275,7 @@ def test_a_limit_that_is_no_size(model: Model, limit: Any) -> None:
     [(7, 7), ("7", 7), ("500MB", 5 * 10**8), ("1.5 GiB", 3 * 2**29), ("2KB", 2000), ("9B", 9)],
 )
 def test_limits(limit: int | str, size: int) -> None:
-    assert fitting._bytes_of(limit) == size
+    assert fitting._limit_of(limit) == size
 
 
 def compiled() -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._torch.fake import NoMemory, ReadsValuesError
+from ..memory.fitting import bytes_of
 from ..sizing import (
     DryRun,
     Format,
@@ -33,17 +33,19 @@ from .plan_page import Planned, plot, report
 from .plots import need_matplotlib
 
 HELP = "show what sharding, offload and checkpointing would take on each GPU, and choose"
-_UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FACTORY = "FILE.py:FUNCTION or MODULE:FUNCTION"
 
 Made = tuple[nn.Module, "Callable[[], Tensor] | None"]
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?i?b)", text.strip(), re.IGNORECASE)
-    if not found or found[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GiB or 24GB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    try:
+        size = bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if text.strip().isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit, such as GiB")
+    return size
 
 
 def _positive(kind: type) -> Callable[[str], Any]:

@@ -21,7 +21,7 @@ TRIES = 6  # choices that are measured
 MOST_STATES = 4096  # of the search; with blocks of one size there are few
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
-_UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)}
 
 
 class BlockRow(NamedTuple):
@@ -99,7 +99,7 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
             parameters.
         MemoryError: no choice stays within the limit. It tells the least peak that was reached.
     """
-    most = _bytes_of(limit)
+    most = _limit_of(limit)
     blocks = blocks_of(model)
     device = _check(model, blocks)
     warm_up()
@@ -127,13 +127,21 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
     return fitted
 
 
-def _bytes_of(limit: object) -> int:
+def bytes_of(size: str) -> int:
+    """The bytes of a size such as "6GiB", "500MB" or "1024"; ValueError for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B|)", size.strip().upper())
+    if found is None or found[2] not in _UNITS or not float(found[1]):
+        raise ValueError(f"{size!r} is no size such as '6GiB' or '500MB'")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _limit_of(limit: object) -> int:
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise TypeError(f"limit must be an int, in bytes, or a str as '6GiB', not {limit!r}")
-    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B|)", str(limit).strip())
-    if size is None or size[2] not in _UNITS or not float(size[1]):
-        raise ValueError(f"limit must be a size as '6GiB' or '500MB', not {limit!r}")
-    return int(float(size[1]) * _UNITS[size[2]])
+    try:
+        return bytes_of(str(limit))
+    except ValueError as error:
+        raise ValueError(f"limit: {error}") from None
 
 
 def _mib(size: int) -> str:
