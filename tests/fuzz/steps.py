@@ -87,7 +87,7 @@ class Stepping:
             if key == "step" or key in NUMBERS.get(self.rule, ()):
                 value = torch.tensor(1.0, dtype=world.rng.choice(OF_COUNTERS))
             elif key == "scales":
-                value = new_scales(RULES[self.rule][1], param.detach())
+                value = new_scales(RULES[self.rule][1], param.detach(), None)
             elif world.chance(0.95):
                 dtype = torch.float32 if has_master else param.dtype
                 dtype = torch.int16 if key == "master" and self.spec[7] else dtype

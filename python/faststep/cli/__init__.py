@@ -29,11 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C, 141 if the reader of the output has gone (``| head``). Wrong arguments
         exit with argparse's status 2.
     """
-    from . import consolidate, convert, demo, doctor, info, plan, run
+    from . import run
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:  # what ends the program that it runs is not reported here
         return run.run_program(argv[1:])
+    from . import consolidate, convert, demo, doctor, info, plan  # which import more
+
     parser = argparse.ArgumentParser(
         prog="python -m faststep",
         description="faststep makes PyTorch training scripts faster without changing what they "
