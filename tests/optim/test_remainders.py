@@ -451,3 +451,16 @@ def test_remainders_of_any_strides() -> None:
         state[MASTER] = spread if number == 0 else state[MASTER].contiguous()
     wrong = _step(both, 1, 2)
     assert wrong == ["0 is no remainder", "4 is no remainder"]  # for their strides
+
+
+def test_a_master_that_is_no_tensor_is_kept_for_the_step_to_name() -> None:
+    params = [nn.Parameter(torch.zeros(4, dtype=BF16))]
+    optimizer = faststep.optim.AdamW(params, master_weights="fp32")
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0][MASTER] = 1.0
+    optimizer.load_state_dict(saved)
+    with pytest.raises(TypeError, match=MASTER):
+        optimizer.step()
+    assert optimizer.state[params[0]][MASTER] == 1.0

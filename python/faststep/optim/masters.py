@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -254,7 +254,7 @@ def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> di
         is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
         if is_cast and dtype is torch.int16:
             fit[key] = _remainder(value, param)
-        elif key == MASTER and value.dtype is torch.int16 and dtype is torch.float32:
+        elif key == MASTER and dtype is torch.float32 and _is_remainder(value):
             fit[key] = joined(param, value)
         else:
             is_cast = is_cast and dtype is not None and dtype.is_floating_point
@@ -270,8 +270,12 @@ def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
     for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - a hook may change it
         state = state_dict["state"].get(index, {})
         remainder = state.get(MASTER)
-        if isinstance(remainder, Tensor) and remainder.dtype is torch.int16:
+        if _is_remainder(remainder):
             state_dict["state"][index] = {**state, MASTER: joined(param, remainder)}
+
+
+def _is_remainder(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype is torch.int16
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
