@@ -123,14 +123,20 @@ def one(model_name: str, mode: str) -> Peak:
     return Peak(resident() - before, sum(sizes), sum(sizes), max(sizes))
 
 
-def measured(model_name: str, mode: str) -> Peak:
-    """Of a new process."""
-    command = [sys.executable, __file__, model_name, mode]
+def of_new_process(script: str, *arguments: str) -> list[Any]:
+    """What a script prints in JSON, in a process in which glibc gives large tensors back."""
+    command = [sys.executable, script, *arguments]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise RuntimeError(f"{model_name}, {mode}: {done.stderr}")
-    return Peak(*json.loads(done.stdout))
+        raise RuntimeError(f"{', '.join(arguments)}: {done.stderr}")
+    answer: list[Any] = json.loads(done.stdout)
+    return answer
+
+
+def measured(model_name: str, mode: str) -> Peak:
+    """Of a new process."""
+    return Peak(*of_new_process(__file__, model_name, mode))
 
 
 def saved(plain: Peak, released: Peak) -> float:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 import faststep
 from faststep.cli.console import table
 from faststep.cli.scripts.gpt import GPT, GPTConfig
-from memory import MODELS, resident
+from memory import MODELS, of_new_process, resident
 
 KINDS = ("plain", "release")
 
@@ -106,12 +104,7 @@ def one(name: str, kind: str) -> Found:
 
 def measured(name: str, kind: str) -> Found:
     """Of a new process."""
-    command = [sys.executable, __file__, name, kind]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{name}, {kind}: {done.stderr}")
-    return Found(*json.loads(done.stdout))
+    return Found(*of_new_process(__file__, name, kind))
 
 
 def main() -> None:
