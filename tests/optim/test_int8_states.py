@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import faststep
 from faststep.optim.masters import MASTER
-from faststep.optim.shards import Shard
+from faststep.optim.param_shards import Shard
 
 from .common import released_and_stepped
 

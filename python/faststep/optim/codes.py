@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dtensor import is_dtensor, like_dtensor, part_of, spec_of
-from .shards import BLOCK, CHUNK, Shard, row_of
+from .param_shards import BLOCK, CHUNK, Shard, row_of
 
 SCALES = "state_scales"  # of a parameter's states in codes, a row each
 

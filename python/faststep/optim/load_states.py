@@ -15,8 +15,8 @@ from ..grads.params import params_of
 from .codes import SCALES, decoded
 from .foreign_states import translated
 from .masters import fitting, give_masters, kept_dtype
+from .param_shards import shard_of
 from .request import Steppable
-from .shards import shard_of
 from .state_kinds import GROUP_OPTIONS, StateKinds, all_kinds, kinds_in, options_in
 
 

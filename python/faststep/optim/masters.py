@@ -23,8 +23,8 @@ from torch import Tensor
 from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from ..grads.params import described, params_of
 from .codes import SCALES, decoded, encoded, fit_codes, new_scales
+from .param_shards import Shards, has_codes, shard_of, shards_of
 from .request import Rule, Steppable
-from .shards import Shards, has_codes, shard_of, shards_of
 from .state_kinds import StateKinds, kinds_for, kinds_in, warn_of_decay
 from .zeros import SMALL
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .checks import check_limit, refuse_unchecked
-from .shards import Shards
+from .param_shards import Shards
 from .state_kinds import StateKinds
 from .zeros import Zeros
 

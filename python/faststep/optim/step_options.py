@@ -13,7 +13,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from .checks import OPTIONS, check_limit
 from .masters import has_remainders, keeps_masters
-from .shards import Shards
+from .param_shards import Shards
 from .state_kinds import AS_TORCH, StateKinds, kinds_by
 from .wrapped import PassesOn
 

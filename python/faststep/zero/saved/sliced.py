@@ -17,7 +17,7 @@ from ..._torch.tensors import new_wrapper
 from ...optim.base import FusedOptimizer
 from ...optim.codes import check_scales, fit_codes, with_scales_of
 from ...optim.masters import code_dtypes_of, fitting
-from ...optim.shards import shard_of
+from ...optim.param_shards import shard_of
 from ..layout.slots import Slot
 
 _aten = torch.ops.aten

@@ -21,7 +21,7 @@ from ...optim.base import FusedOptimizer
 from ...optim.codes import SCALES, are_codes, shown
 from ...optim.load_states import hide_options, loading_states, show_plain
 from ...optim.masters import MASTER, complete_states, fitting, joined, put_scales
-from ...optim.shards import shard_of
+from ...optim.param_shards import shard_of
 from ..engine import Engine
 from ..hooks.gradient_buckets import GradientBucket
 from ..layout.slots import Slot

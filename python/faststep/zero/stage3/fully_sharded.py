@@ -19,7 +19,7 @@ from ..._torch.tensors import storage_records_of
 from ...grads.hooks import weakly
 from ...grads.params import name_of
 from ...optim.codes import with_scales_of
-from ...optim.shards import shard_of
+from ...optim.param_shards import shard_of
 from ..admitted import taken_by_another
 from ..transport.group import Group
 from .blocks import has_forward, homes_of

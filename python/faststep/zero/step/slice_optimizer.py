@@ -27,9 +27,9 @@ from ...grads.total import returned
 from ...optim.base import FusedOptimizer
 from ...optim.codes import SCALES
 from ...optim.masters import begin_state, keys_for
+from ...optim.param_shards import Shard, Shards, has_codes, row_of
 from ...optim.plan_step import PlanStep
 from ...optim.request import Rule, StepAnswer, StepRequest
-from ...optim.shards import Shard, Shards, has_codes, row_of
 from ...optim.state_kinds import all_kinds, kinds_in
 from ...optim.step import Stepper
 from ..layout.slots import Part, Slot
