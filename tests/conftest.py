@@ -23,18 +23,21 @@ else:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """FASTSTEP_EVERY=n keeps one in n of each test's cases, for where all run slowly.
+    """FASTSTEP_EVERY=n keeps one in n of each test's cases, and no test that is marked as slow.
 
     A checksum says which: every n-th case would be the same dtype wherever n of them alternate.
     """
     every = int(os.environ.get("FASTSTEP_EVERY", "1"))
+    if every == 1:
+        return
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
     for cases in tests.values():
         ranked = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept.update(ranked[: -(-len(cases) // every)])
+        fast = [item for item in ranked if item.get_closest_marker("slow") is None]
+        kept.update(fast[: -(-len(cases) // every)])
     if left := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item in kept]

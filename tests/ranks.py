@@ -3,7 +3,8 @@ time limit on everything that waits.
 
 Starting a process takes longer than any of these tests, so the processes are started once for all.
 A test of `on_ranks` runs on each rank. A module may also list jobs in JOBS, whose results its tests
-get from the fixture `ranks`."""
+get from the fixture `ranks`. Where a test is marked `jobs("saved: {name}")`, the jobs with this
+beginning are done for its cases alone, so that FASTSTEP_EVERY leaves out the others."""
 
 from __future__ import annotations
 
@@ -75,12 +76,19 @@ def on_ranks(*worlds: int) -> Callable[[Callable[[int, int], None]], Callable[..
 
 def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
     """The jobs of these tests: their own, and those that their modules list under a name."""
-    found = {}
+    found, named = {}, {}
     for item in items:
         own = getattr(getattr(item, "function", None), "jobs", ()) if name == "JOBS" else ()
         for job in (*own, *getattr(getattr(item, "module", None), name, ())):
             assert found.setdefault(job.name, job) == job, f"two jobs have the name {job.name}"
-    return list(found.values())
+        for mark in item.iter_markers("jobs"):
+            (text,) = mark.args
+            named.setdefault(text.partition("{")[0], set()).add(text.format(**item.callspec.params))
+    return [
+        job
+        for job in found.values()
+        if all(job.name in names for head, names in named.items() if job.name.startswith(head))
+    ]
 
 
 def _work(rank: int, port: int, jobs: Sequence[Job]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def test_files_on_the_fake_machine(tmp_path: Path) -> None:
     assert "torch, image by image" in (tmp_path / "cuda_cases.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_file_that_hangs_or_crashes_costs_the_others_nothing(tmp_path: Path) -> None:
     bodies = {"hangs": "time.sleep(600)", "crashes": "os.kill(os.getpid(), 11)", "passes": "pass"}
     for name, body in bodies.items():

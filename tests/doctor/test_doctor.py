@@ -228,6 +228,7 @@ def test_what_a_sandbox_without_namespaces_refuses(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
     """Rank 0 answers for all; the others say nothing."""

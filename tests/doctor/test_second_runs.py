@@ -69,6 +69,7 @@ def written(folder: Path, text: str) -> Path:
     return folder / "train.py"
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_save_memory_and_keep_bits(
     tmp_path: Path, runs_of: Callable[..., Runs]
 ) -> None:
@@ -185,6 +186,7 @@ print(made.dtype, repr(float(made.detach().square().mean())))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="bfloat16 is not faster"
 )

@@ -138,6 +138,7 @@ print(passes, updates)
 """
 
 
+@pytest.mark.slow
 def test_an_lstm_takes_no_more_page_faults_with_imports_swapped() -> None:
     """How many it takes depends on where glibc's heap ends, which differs between processes.
 
@@ -574,6 +575,7 @@ assert counted() < before + 8 * MEGABYTE, (counted() - before) / MEGABYTE
     )
 
 
+@pytest.mark.slow
 def test_small_holes_leave_the_process_its_mappings(run: Run) -> None:
     run("""
 def block():

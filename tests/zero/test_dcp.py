@@ -93,6 +93,7 @@ def _loaded_on(group: Any, name: str, path: Path, whole: Given, plain: Any) -> l
     return wrong + [f"p{n} after a step" for n in moved]
 
 
+@pytest.mark.jobs("resharded: {name}")
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_on_any_loaded_on_any(name: str, ranks: Ranks) -> None:
     assert ranks(f"resharded: {name}") == [[], [], []]

@@ -267,6 +267,7 @@ TABLE = Table(
 )
 
 
+@pytest.mark.jobs("groups: {name} on {world}")
 @pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"groups: {name} on {world}"):
@@ -300,7 +301,7 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_what_is_refused(ranks: Ranks) -> None:
-    for said in ranks("groups: refused"):
+    for said in ranks("refused groups"):
         assert said["twice"] == said["twice by torch"]
         assert "not in the model" in said["not in the model"]
         assert said["groups"] == 1
@@ -323,5 +324,5 @@ def test_a_parameter_that_is_taken_over_leaves_no_mark() -> None:
 
 JOBS = [
     *TABLE.jobs(),
-    Job("groups: refused", 2, _refused),
+    Job("refused groups", 2, _refused),
 ]

@@ -78,6 +78,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.jobs("masters: {name}")
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_rounded_fp32_parameters(name: str, ranks: Ranks) -> None:
     assert ranks(f"masters: {name}") == [[]] * CASES[name][0]
@@ -104,7 +105,7 @@ def _memory(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_memory_and_ranks_that_differ(ranks: Ranks) -> None:
-    results = ranks("masters: memory")
+    results = ranks("memory of masters")
     for said in results:
         assert said["bf16"] == pytest.approx(6 / 2, rel=0.05)
         assert said["fp32"] == pytest.approx(2 / 2, rel=0.05)
@@ -208,14 +209,14 @@ def _many(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_micro_batches_add_up_in_fp32(ranks: Ranks) -> None:
-    for said in ranks("masters: many"):
+    for said in ranks("many masters"):
         for moved, norm in said.values():
             assert moved < 0.01, said
             assert norm == pytest.approx(72**0.5, rel=4e-3)
 
 
 JOBS = [
-    Job("masters: many", 2, _many),
+    Job("many masters", 2, _many),
     *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
-    Job("masters: memory", 2, _memory),
+    Job("memory of masters", 2, _memory),
 ]

@@ -106,6 +106,7 @@ def _moved(rank: int, world: int, name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs("masters moved: {name}")
 @pytest.mark.parametrize("name", NAMES)
 def test_masters_move(name: str, ranks: Ranks) -> None:
     assert ranks(f"masters moved: {name}") == [[], [], []]

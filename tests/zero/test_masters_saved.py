@@ -96,6 +96,7 @@ def _saved(rank: int, world: int, name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs("masters saved: {name}")
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_on_three_loaded_on_any(name: str, ranks: Ranks) -> None:
     assert ranks(f"masters saved: {name}") == [[], [], []]

@@ -193,6 +193,7 @@ def _run(rank: int, world: int, act: str, how: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.jobs("moved: {act}, {how}")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("act", ACTS)
 def test_moved_parameters(act: str, how: str, ranks: Ranks) -> None:

@@ -182,6 +182,7 @@ def _walk(rank: int, world: int, case: str) -> list[str]:
 CASES = ("stage 1", "stage 2", "wrapped")
 
 
+@pytest.mark.jobs("states: {case}")
 @pytest.mark.parametrize("case", CASES)
 def test_every_event_in_every_state(case: str, ranks: Ranks) -> None:
     for said in ranks(f"states: {case}"):
@@ -216,6 +217,7 @@ def _error(work: Callable[[], object]) -> str:
     return "no error"
 
 
+@pytest.mark.jobs("one rank fails: {case}")
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_fails(case: str, ranks: Ranks) -> None:
     for rank, said in enumerate(ranks(f"one rank fails: {case}")):

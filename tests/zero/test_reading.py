@@ -244,6 +244,7 @@ CASES = [
 ]
 
 
+@pytest.mark.jobs("reading: {choice}, {kind}")
 @pytest.mark.parametrize(("choice", "kind"), CASES)
 def test_what_a_script_does_to_gradients(ranks: Ranks, choice: str, kind: str) -> None:
     for wrong in ranks(f"reading: {choice}, {kind}"):

@@ -234,6 +234,7 @@ TABLE = Table(
 TABLES = [TABLE, test_beside_ddp.TABLE, test_groups.TABLE, test_scripts.TABLE]
 
 
+@pytest.mark.jobs("scenarios: {name} on {world}")
 @pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"scenarios: {name} on {world}"):

@@ -294,6 +294,7 @@ TABLE = Table(
 )
 
 
+@pytest.mark.jobs("scripts: {name} on {world}")
 @pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"scripts: {name} on {world}"):
@@ -315,13 +316,13 @@ def _other_dtype(rank: int, world: int) -> list[str]:
 
 
 def test_a_dtype_that_is_set_later_is_refused(ranks: Ranks) -> None:
-    for said in ranks("scripts: other dtype"):
+    for said in ranks("scripts with another dtype"):
         for text in said:
             assert "'head.bias' is torch.float64, and was torch.float32 when" in text, text
         assert len(said) == 2
 
 
 JOBS = [
-    Job("scripts: other dtype", 2, _other_dtype),
+    Job("scripts with another dtype", 2, _other_dtype),
     *TABLE.jobs(),
 ]

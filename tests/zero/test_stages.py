@@ -138,6 +138,7 @@ def _trained(rank: int, world: int, stage: Any) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.jobs("odd loops, stage {stage} on {world}")
 @pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_odd_loops(stage: Any, world: int, ranks: Ranks) -> None:
