@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,9 +60,12 @@ def new_scalar(number: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=_device(number))
 
 
-def on_device(scalar: Tensor, number: int) -> Tensor:
+_Scalar = TypeVar("_Scalar", Tensor, "Tensor | None")
+
+
+def on_device(scalar: _Scalar, number: int) -> _Scalar:
     """The tensor itself, or a copy of it on another device; waits for one only on the host."""
-    if scalar.is_cpu if number == HOST else ordinal_of(scalar) == number:
+    if scalar is None or (scalar.is_cpu if number == HOST else ordinal_of(scalar) == number):
         return scalar
     return scalar.to(_device(number), non_blocking=number != HOST)
 
@@ -78,8 +81,8 @@ def agree(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
     return {
         device: Scalars(
             row.grad_scale,
-            None if flag is None else on_device(flag, device),
-            None if norm is None else on_device(norm, device),
+            on_device(flag, device),
+            on_device(norm, device),
         )
         for device, row in scalars.items()
     }

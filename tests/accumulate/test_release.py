@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -433,12 +434,13 @@ def test_learning_rates_on_devices_are_not_read(monkeypatch: pytest.MonkeyPatch)
     """A copy of one on another device is a new tensor in each step."""
     model = make_model()
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
-    rule_of = optimizer._rule_of
+    rules_of = optimizer._rules
 
-    def with_tensor(group: dict[str, Any]) -> Any:
-        return rule_of(group)._replace(lr={0: torch.ones(2)})  # neither equal nor unequal
+    def with_tensors(groups: Sequence[dict[str, Any]] = ()) -> Any:
+        lr = {0: torch.ones(2)}  # neither equal nor unequal
+        return [rule._replace(lr=lr) for rule in rules_of(groups)]
 
-    monkeypatch.setattr(optimizer, "_rule_of", with_tensor)
+    monkeypatch.setattr(optimizer, "_rules", with_tensors)
     release = faststep.release_gradients(model, optimizer)
     loss_of(model, DATA[0]).backward()
     optimizer.step()

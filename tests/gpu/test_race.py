@@ -59,7 +59,7 @@ class Measured:
         self.norm = place(torch.zeros((), dtype=torch.float64), device)
         flag = place(torch.zeros(()), device)
         self._scalars = {HOST if device.index is None else 0: Scalars(None, flag, self.norm)}
-        self._rules = [self.optimizer._rule_of(self.optimizer.param_groups[0])]
+        self._rules = self.optimizer._rules()
 
     def launch(self) -> None:
         """Measure; `norm` is NaN if no block takes itself for the last one."""

@@ -21,20 +21,21 @@ _read_spec: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 _known: Any = None  # the class DTensor, once it is imported
 
 
-def learn_dtensors() -> None:
-    """Tell the C side of DTensors, if a script may have some by now.
+def learn_dtensors() -> bool:
+    """Tell the C side of DTensors, if a script may have some by now; True if that is new to it.
 
     A torch whose DTensors have no slots for what they consist of has none that can be used.
     """
     global _known
     if _known is not None:
-        return
+        return False
     found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if isinstance(found, type):
         local, spec = (vars(found).get(name) for name in ("_local_tensor", "_spec"))
         if all(isinstance(slot, types.MemberDescriptorType) for slot in (local, spec)):
             _C.use_dtensors(found, local, spec)
             _known = found
+    return _known is not None
 
 
 def is_dtensor(tensor: object) -> bool:

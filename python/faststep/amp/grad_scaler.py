@@ -15,14 +15,13 @@ from .._torch.optim import OptState, cuda_amp_is_unavailable, has_torchs_passes
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.checks import has_grads, limit_error, refuse_shards, refuse_unchecked
-from ..optim.request import ScalerRequest
+from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
+from ..optim.request import ScalerRequest, step_with
 from .protocol import (
     any_found,
     can_be_seen,
     had_grads_elsewhere,
     has_dtensors,
-    step_with,
     takes_found_inf,
 )
 from .scale_update import ScaleUpdate, check_bounds, check_hysteresis
@@ -158,8 +157,7 @@ class GradScaler(UnscalingScaler):
             ValueError: float16 gradients, where they must be unscaled before the step; a `max_norm`
                 that is negative or NaN.
         """
-        if max_norm is not None and not max_norm >= 0.0:
-            raise limit_error("max_norm", max_norm)
+        check_limit("max_norm", max_norm)
         fused = hasattr(type(optimizer), "_asked")  # faststep's, sharded or not
         if max_norm is not None and not fused:
             self._clip_before_step(optimizer, max_norm, args, kwargs)
@@ -241,7 +239,9 @@ class GradScaler(UnscalingScaler):
             found = state["found_inf_per_device"].values()
             lent["found_inf"] = any_found(found, scale.device)
         if measures or max_norm is not None:
-            lent["_asked"] = ScalerRequest(measures, refuses_fp16, max_norm)
+            lent["_asked"] = ScalerRequest(
+                looks_for_inf=measures, refuses_fp16=refuses_fp16, max_norm=max_norm
+            )
         result: float | None = step_with(optimizer, lent, args, kwargs)
         # Without gradients nothing was checked, and torch's update() says so. A closure may have
         # made the first ones.

@@ -4,8 +4,8 @@ The scaler sets them for the time of one step: `grad_scale`, the 0-d float32 sca
 still in the gradients (None where they are unscaled), and `found_inf`, 0-d float32, not 0 where
 the step must be skipped. This is torch's protocol for its fused optimizers. faststep's optimizers
 know one more, `_asked`: a `ScalerRequest` says whether the step itself looks for overflows and
-writes `found_inf`, and to which global norm it clips. `request_of` of optim/request.py reads all
-three.
+writes `found_inf`, and to which global norm it clips. `step_with` of optim/request.py sets all
+three, and `request_of` reads them.
 
 Only the quick ways of faststep's scaler ask for steps that look for overflows. Where a script could
 tell that from torch's way, `can_be_seen` says so, and the scaler takes torch's way.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,27 +95,3 @@ def any_found(found: Iterable[Tensor], device: torch.device) -> Tensor:
     for flag in flags:
         total += flag
     return total.ne_(0.0)
-
-
-def step_with(
-    optimizer: Optimizer, lent: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call `optimizer.step`, with attributes that are set for that time; returns its result.
-
-    After the step they are deleted, as by torch's scaler. If the step raises, the earlier values
-    (a `grad_scale` of the user) are restored, so that the step can be tried again.
-    """
-    own, before = vars(optimizer), {}
-    for name, value in lent.items():
-        if name in own:
-            before[name] = own[name]
-        setattr(optimizer, name, value)
-    try:
-        result = optimizer.step(*args, **kwargs)
-        before.clear()
-        return result
-    finally:
-        for name in lent.keys() & own.keys():  # the step may have removed some itself
-            delattr(optimizer, name)
-        for name, value in before.items():
-            setattr(optimizer, name, value)

@@ -34,7 +34,8 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
             for param in group["params"]:  # torch has made the states, in the parameters' types
                 if own_dtype(self, kinds_in(self, group), param, "sum") != param.dtype:
                     del self.state[param]
-                    begin_state(self, group, self._rule_of(group), param)
+                    [rule] = self._rules([{**group, "differentiable": False}])
+                    begin_state(self, group, rule, param)
 
     def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
         new = super()._new_tensor(group, param, key)

@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import _C
 from .._devices import HOST, HOST_ONLY, on_device
 from .._torch.compiler import disable_dynamo
-from .._torch.dtensor import learn_dtensors
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
 from .._torch.optim import is_of_scheduler
@@ -122,19 +121,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _formula_of(self, group: dict[str, Any]) -> Formula:
         return self._formula
 
-    def _rule_of(self, group: dict[str, Any]) -> Rule:
-        """The rule and its numbers for this step of a group."""
-        number, places, keys, has_step = self._formula_of(group)
-        lr_on_device = None
-        ending: Sequence[Any] = ()
-        if type(group["lr"]) is not float:
-            lr, lr_on_device = self._lr_of(group["lr"])
-            group = {**group, "lr": lr}
-        if self._keeps_masters or self._kinds != AS_TORCH or not GROUP_OPTIONS.isdisjoint(group):
-            keys, *ending = ending_of(self, group, keys)
-        hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
-        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, *ending)
-
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
         state, kinds = self.state[param], kinds_in(self, group)
@@ -241,7 +227,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     def _fused_step(self, request: StepRequest | None = None, by_torch: bool = False) -> None:
         if request is None:
-            request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
+            request = request_of(self, self._max_grad_norm, self._keep_grads, **self._asked)
         if releasing.known:
             refuse_shared(self)
         if request.max_norm is not None and not self._norm_is_whole:
@@ -285,13 +271,12 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return not answer.skipped
 
     def _is_asked_for_more(self) -> bool:
-        request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
+        request = request_of(self, self._max_grad_norm, self._keep_grads, **self._asked)
         asks = request.measures or not (request.grad_scale is request.found_inf is None)
         return asks or self._keeps_masters or not all(k.is_torchs for k in all_kinds(self))
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
-        learn_dtensors()
         params = list(map(_PARAMS_OF, self.param_groups))
         if set(map(type, params)) != {list}:  # of a script, which has replaced one
             params = list(map(list, params))
@@ -314,12 +299,26 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return self._has_shards
 
     def _rules(self, groups: Sequence[dict[str, Any]] = ()) -> list[Rule]:
-        """The rules of some groups. Default: of all."""
-        groups = groups or self.param_groups
-        for group in groups:
+        """The rules and their numbers for this step of some groups. Default: of all."""
+        rules = []
+        for group in groups or self.param_groups:
             if group.get("differentiable") or group.get("capturable"):
                 leave_to_torch(group, self._devices)
-        return list(map(self._rule_of, groups))
+            number, places, keys, has_step = self._formula_of(group)
+            lr_on_device = None
+            ending: Sequence[Any] = ()
+            if type(group["lr"]) is not float:
+                lr, lr_on_device = self._lr_of(group["lr"])
+                group = {**group, "lr": lr}
+            if (
+                self._keeps_masters
+                or self._kinds != AS_TORCH
+                or not GROUP_OPTIONS.isdisjoint(group)
+            ):
+                keys, *ending = ending_of(self, group, keys)
+            hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
+            rules.append(Rule(number, keys, has_step, hyper, maximize, lr_on_device, *ending))
+        return rules
 
     def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
         """The step by operators of torch. `reason` is what `run` reports."""

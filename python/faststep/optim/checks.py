@@ -28,15 +28,10 @@ _INSTEAD = {
 }
 
 
-def limit_error(name: str, value: float) -> ValueError:
-    """The error for a negative or NaN limit."""
-    return ValueError(f"Invalid {name} value: {value}")
-
-
 def check_limit(name: str, value: float | None) -> None:
     """Raise ValueError for a negative or NaN limit; None is no limit."""
     if value is not None and not value >= 0.0:
-        raise limit_error(name, value)
+        raise ValueError(f"Invalid {name} value: {value}")
 
 
 def has_grads(optimizer: Optimizer) -> bool:

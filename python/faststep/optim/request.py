@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from .zeros import Zeros
 _RULES = _C.rules()
 
 
-class ScalerRequest(NamedTuple):
+class ScalerRequest(TypedDict, total=False):
     """Requests of faststep's GradScaler, beside torch's `grad_scale` and `found_inf`."""
 
-    looks_for_inf: bool = False  # the step checks the gradients, and writes `found_inf`
-    refuses_fp16: bool = False  # as torch's `unscale_` refuses float16 gradients
-    max_norm: float | None = None  # takes the place of the optimizer's `max_grad_norm`
+    looks_for_inf: bool  # the step checks the gradients, and writes `found_inf`
+    refuses_fp16: bool  # as torch's `unscale_` refuses float16 gradients
+    max_norm: float | None  # takes the place of the optimizer's `max_grad_norm`
 
 
 class StepRequest(NamedTuple):
@@ -49,18 +49,22 @@ _NOTHING = StepRequest()
 
 
 def request_of(
-    optimizer: Optimizer, asked: ScalerRequest, max_grad_norm: float | None, keep_grads: bool
+    optimizer: Optimizer,
+    max_grad_norm: float | None,
+    keep_grads: bool,
+    looks_for_inf: bool = False,
+    refuses_fp16: bool = False,
+    max_norm: float | None = None,
 ) -> StepRequest:
     """The request to a step: by the optimizer's options, by torch's protocol, by ours.
 
     torch's protocol are the attributes `grad_scale` and `found_inf`, which a scaler sets for the
-    time of a step. They are read here alone.
+    time of a step. They are read here alone. The last three are those of a `ScalerRequest`.
 
     Raises:
         AssertionError: torch's scaler saw no gradient, and there is one.
         ValueError: the optimizer's limit of the norm is negative or NaN.
     """
-    max_norm = asked.max_norm
     if max_norm is None and max_grad_norm is not None:
         check_limit("max_grad_norm", max_grad_norm)
         max_norm = max_grad_norm
@@ -69,17 +73,34 @@ def request_of(
     if found_inf is not None and not isinstance(found_inf, Tensor):
         refuse_unchecked(optimizer)  # torch's scaler passes the number 0 where it saw no gradient
         found_inf = None
-    if grad_scale is found_inf is max_norm is None and not asked.looks_for_inf:
+    if grad_scale is found_inf is max_norm is None and not looks_for_inf:
         return _NOTHING
     write_grads = grad_scale is not None if max_norm is None else keep_grads
-    return StepRequest(
-        grad_scale,
-        found_inf,
-        asked.looks_for_inf,
-        max_norm,
-        write_grads,
-        refuses_fp16=asked.refuses_fp16,
-    )
+    return StepRequest(grad_scale, found_inf, looks_for_inf, max_norm, write_grads, refuses_fp16)
+
+
+def step_with(
+    optimizer: Optimizer, lent: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `optimizer.step`, with attributes that are set for that time; returns its result.
+
+    After the step they are deleted, as by torch's scaler. If the step raises, the earlier values
+    (a `grad_scale` of the user) are restored, so that the step can be tried again.
+    """
+    own, before = vars(optimizer), {}
+    for name, value in lent.items():
+        if name in own:
+            before[name] = own[name]
+        setattr(optimizer, name, value)
+    try:
+        result = optimizer.step(*args, **kwargs)
+        before.clear()
+        return result
+    finally:
+        for name in lent.keys() & own.keys():  # the step may have removed some itself
+            delattr(optimizer, name)
+        for name, value in before.items():
+            setattr(optimizer, name, value)
 
 
 class StepAnswer(NamedTuple):

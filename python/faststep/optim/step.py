@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import HOST, HOST_ONLY, Scalars, agree, devices_of, new_scalar, on_device
+from .._torch.dtensor import learn_dtensors
 from .._torch.optim import increment_version
 from .divided_grads import DividedGrads
 from .plan_step import DevicesChangedError, DividedError, Done, Phase, PlanStep
 from .request import Rule, StepAnswer, StepRequest
 
-_NO_SCALARS = Scalars(None, None, None)
+_NO_SCALARS = {HOST: Scalars(None, None, None)}
 
 
 def loss_of(closure: Callable[[], Any]) -> Any:
@@ -52,6 +53,7 @@ class Stepper:
 
     def find_devices(self, plan_step: PlanStep) -> None:
         """Set `devices` before the first step."""
+        learn_dtensors()
         self.devices = devices_of(param for params in plan_step.params for param in params)
 
     def ranks_have_grads(self) -> bool:
@@ -67,9 +69,8 @@ class Stepper:
         """
         if not self.devices:
             self.find_devices(plan_step)
-        measures = request.measures
         try:
-            done, scalars = self._measure_and_apply(plan_step, request, measures)
+            done, scalars = self._measure_and_apply(plan_step, request)
         except BaseException:
             if self.devices == HOST_ONLY:
                 plan_step.restore_states()
@@ -85,7 +86,7 @@ class Stepper:
             self._write_flag(request.found_inf, scalars)
         answer = StepAnswer(skipped, norm)
         if self.devices != HOST_ONLY:
-            answer = self._answer_of_devices(answer, scalars, measures)
+            answer = self._answer_of_devices(answer, scalars, request.measures)
         if request.is_tried and answer.skipped:
             plan_step.restore_states()
         elif plan_step.new:
@@ -93,32 +94,34 @@ class Stepper:
         return answer
 
     def _measure_and_apply(
-        self, plan_step: PlanStep, request: StepRequest, measures: bool
+        self, plan_step: PlanStep, request: StepRequest
     ) -> tuple[Done, dict[int, Scalars]]:
         while True:
             try:
-                rules, phase = plan_step.rules(), Phase.WHOLE
+                rules = plan_step.rules()
                 if request.norm is not None:
                     known = Scalars(request.grad_scale, request.found_inf, request.norm)
-                    scalars = dict.fromkeys(self.devices, known)
-                    return plan_step.run(self._plan, rules, request, scalars, Phase.APPLY), scalars
-                if measures and self._divided is not None:
+                    scalars, phase = dict.fromkeys(self.devices, known), Phase.APPLY
+                elif self._divided is not None and request.measures:
                     scalars = self._agree_with_ranks(self._divided, plan_step, request)
                     return self._applied(plan_step, rules, request, scalars), scalars
-                if measures and len(self.devices) > 1:
-                    scalars, phase = self._scalars(request, True, apart=True), Phase.APPLY
+                elif len(self.devices) > 1 and request.measures:
+                    scalars, phase = self._scalars(request, apart=True), Phase.APPLY
                     plan_step.run(self._plan, rules, request, scalars, Phase.MEASURE)
                     scalars = agree(scalars)
                 else:
-                    scalars = self._scalars(request, measures and plan_step.wants_norm)
+                    scalars, phase = self._scalars(request, plan_step.wants_norm), Phase.WHOLE
                 return plan_step.run(self._plan, rules, request, scalars, phase), scalars
             except DevicesChangedError as changed:
                 self.devices = changed.devices
             except DividedError:
                 self._divided = DividedGrads()
             except _C.TensorError:
+                if learn_dtensors():
+                    continue
                 # Maybe before the plan came to a DTensor; then the other ranks measure, and wait.
-                if not measures or self._divided is not None or not plan_step.has_dtensors():
+                measures = request.measures and self._divided is None
+                if not measures or not plan_step.has_dtensors():
                     raise
                 self._divided = DividedGrads()
 
@@ -128,7 +131,7 @@ class Stepper:
         """The norm and the flag of all ranks."""
 
         def measure_part(plan: _C.Plan, part: PlanStep) -> dict[int, Scalars]:
-            scalars = self._scalars(request, True, apart=True)
+            scalars = self._scalars(request, apart=True)
             part.run(plan, part.rules(), request, scalars, Phase.MEASURE)
             return scalars
 
@@ -148,29 +151,27 @@ class Stepper:
         return skipped, float(norm) if seen and norm is not None else None, written, grads
 
     def _scalars(
-        self, request: StepRequest, wants_norm: bool, apart: bool = False
+        self, request: StepRequest, wants_norm: bool = False, apart: bool = False
     ) -> dict[int, Scalars]:
-        """The scale and the flag on every device in use, and room for the norm.
+        """The scale and the flag on every device in use, and room for the norm where one measures.
 
-        Where devices measure `apart`, each has a flag and a float64 norm of its own.
+        Where devices measure `apart`, each has a flag and a float64 norm of its own. In host memory
+        the plan answers with the norm.
         """
-        if request.grad_scale is request.found_inf is None and not (wants_norm or apart):
-            return dict.fromkeys(self.devices, _NO_SCALARS)
+        has_scaler = request.grad_scale is not None or request.found_inf is not None
+        if self.devices == HOST_ONLY and not (has_scaler or apart):
+            return _NO_SCALARS
         scalars = {}
         for device in self.devices:
-            scale, flag = request.grad_scale, request.found_inf
-            if scale is not None and (device != HOST or not scale.is_cpu):
-                scale = on_device(scale, device)
-            if flag is not None and (device != HOST or not flag.is_cpu):
-                flag = on_device(flag, device)
-            if apart and (flag is None or request.looks_for_inf):
-                flag = new_scalar(device, torch.float32)
-            norm = None
+            flag, norm = request.found_inf, None
             if apart:
                 norm = new_scalar(device, torch.float64)
-            elif wants_norm and device != HOST:
+            elif wants_norm and device != HOST and request.measures:
                 norm = self._norm_on(device)
-            scalars[device] = Scalars(scale, flag, norm)
+            if apart and (flag is None or request.looks_for_inf):
+                flag = new_scalar(device, torch.float32)
+            scale = on_device(request.grad_scale, device)
+            scalars[device] = Scalars(scale, on_device(flag, device), norm)
         return scalars
 
     def _norm_on(self, device: int) -> Tensor:

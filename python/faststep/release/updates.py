@@ -288,7 +288,7 @@ class Release:
                 "GradScaler, or remove() the release"
             )
         refuse_code_before_step(optimizer, self._before)
-        if optimizer._asked.max_norm is not None:
+        if optimizer._asked.get("max_norm") is not None:
             refuse_clipping(params_of(optimizer))
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)

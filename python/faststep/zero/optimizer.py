@@ -151,7 +151,7 @@ class ShardedOptimizer(PassesOn, StateDicts, Joinable):
             self._owned.param_groups = self.param_groups  # the script may have set others
         if self._before_step is not None:
             self._before_step()
-        request = request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
+        request = request_of(self, self.max_grad_norm, keep_grads=False, **self._asked)
         if self._engine is None:
             self._owned._fused_step(request)
             return

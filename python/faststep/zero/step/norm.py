@@ -103,7 +103,7 @@ class ChunkSums:
 def _measure(grads: list[Tensor], grad_scale: Tensor | None, sums: Tensor) -> Tensor:
     """Write the chunks' sums of squares; returns 1 where an element is infinite or NaN."""
     found = torch.zeros((), dtype=torch.float32, device=sums.device)
-    scale = None if grad_scale is None else on_device(grad_scale, ordinal_of(sums))
+    scale = on_device(grad_scale, ordinal_of(sums))
     if grads and sums.is_cpu:
         inverse = 1.0
         if scale is not None:  # rounded as a step of one process rounds it

@@ -177,7 +177,7 @@ class SliceOptimizer:
             refuse_capture()
         self.end()
         found, scale, norm = request.found_inf, request.grad_scale, None
-        flag = None if found is None else on_device(found, self._here)
+        flag = on_device(found, self._here)
         if not request.looks_for_inf and self._is_seen(flag):
             return StepAnswer(True, None), False
         present = self._present()
@@ -191,7 +191,7 @@ class SliceOptimizer:
                 return StepAnswer(True, norm.item()), False
             flag = differ if flag is None else torch.maximum(flag.float(), differ)
         self._set_grads(self.slots, present)
-        scale = None if scale is None else on_device(scale, self._here)
+        scale = on_device(scale, self._here)
         self._update(
             request._replace(grad_scale=scale, found_inf=flag, looks_for_inf=False, norm=norm)
         )
