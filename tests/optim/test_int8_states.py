@@ -10,7 +10,7 @@ import functools
 import io
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -270,6 +270,34 @@ def test_saved_and_loaded(name: str, dtype: torch.dtype) -> None:
     wide = optimizer.state_dict()["state"][0]
     assert not {key for key in wide if key not in {"step", MASTER, *codes}}
     assert {wide[key].dtype for key in codes} == {F32}
+
+
+class CountedList(list[nn.Parameter]):
+    """Parameters of a group, and how often somebody went through them."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("has_group_option", [False, True])
+def test_the_parameters_are_gone_through_as_often_whatever_their_number(
+    has_group_option: bool,
+) -> None:
+    passes = []
+    for count in (2, 20):
+        params = CountedList(nn.Parameter(torch.ones(70, 70)) for _ in range(count))
+        options = {"params": params, **({"min_8bit_size": 1} if has_group_option else {})}
+        optimizer = make("AdamW", [options], state_dtype="int8")
+        step(optimizer, 0)
+        optimizer.param_groups[0]["params"] = params
+        params.passes = 0
+        optimizer.load_state_dict(optimizer.state_dict(native=True))
+        optimizer.load_state_dict(optimizer.state_dict())
+        passes.append(params.passes)
+    assert passes[0] == passes[1] > 0
 
 
 def decoded_states(optimizer: Any) -> list[Any]:

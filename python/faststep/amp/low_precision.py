@@ -15,7 +15,7 @@ from .._torch.fsdp import is_fsdp_shard
 from ..grads.owners import accumulating, releasing
 from ..grads.params import described
 from ..optim.base import FusedOptimizer
-from ..optim.masters import MASTER, begin_state, fitting, has_master
+from ..optim.masters import MASTER, StateFormats, begin_state, has_master
 
 # Modules whose parameters all go into one operator of autocast's lower-precision list, of CPUs and
 # of CUDA, and nowhere else. A subclass may do otherwise.
@@ -80,8 +80,9 @@ def low_precision_weights(
     fused._keeps_masters = True
     fused._stepper = None  # it knows the parameters as they were
     first: dict[nn.Module, _Weight] = {}
+    formats = StateFormats(fused)
     for weight in weights:
-        _convert(fused, weight, dtype)
+        _convert(fused, formats, weight, dtype)
         for module in weight.modules:
             first.setdefault(module, weight)
     for module, (name, param, *_) in first.items():
@@ -175,14 +176,16 @@ def _refuse_one_memory(model: nn.Module, weights: list[_Weight]) -> None:
 
 
 @torch.no_grad()
-def _convert(optimizer: FusedOptimizer, weight: _Weight, dtype: torch.dtype) -> None:
+def _convert(
+    optimizer: FusedOptimizer, formats: StateFormats, weight: _Weight, dtype: torch.dtype
+) -> None:
     param, group = weight.param, weight.group
     master = param.detach()
     param.data = _upper_half(master) if optimizer._has_remainders else master.to(dtype)
     if master.stride() != param.stride():  # it had gaps
         master = torch.empty_like(param, dtype=torch.float32).copy_(master)
     state = {**optimizer.state.get(param, {}), MASTER: master}
-    optimizer.state[param] = fitting(optimizer, state, param)
+    optimizer.state[param] = formats.fitting(state, param)
     if not optimizer._zeros_differ(group):  # else the first step makes the rest
         [rule] = optimizer._rules([group])
         begin_state(optimizer, group, rule, param)

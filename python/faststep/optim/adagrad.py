@@ -11,9 +11,8 @@ from typing_extensions import Unpack
 
 from .arguments import composed
 from .counted import CountedOptimizer
-from .masters import begin_state, own_dtype
+from .masters import begin_state, new_dtype
 from .request import formula
-from .state_kinds import kinds_in
 from .step_options import Arguments
 
 
@@ -32,7 +31,7 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         super().__init__(params, *args, **options)
         for group in self.param_groups:
             for param in group["params"]:  # torch has made the states, in the parameters' types
-                if own_dtype(self, kinds_in(self, group), param, "sum") != param.dtype:
+                if new_dtype(self, group, param, "sum") != param.dtype:
                     del self.state[param]
                     [rule] = self._rules([{**group, "differentiable": False}])
                     begin_state(self, group, rule, param)

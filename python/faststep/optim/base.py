@@ -29,12 +29,12 @@ from .masters import (
     check_new_group,
     complete_states,
     ending_of,
-    own_dtype,
+    new_dtype,
     refuse_by_torch,
 )
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
-from .state_kinds import AS_TORCH, GROUP_OPTIONS, all_kinds, kinds_in
+from .state_kinds import AS_TORCH, GROUP_OPTIONS, all_kinds
 from .step import Stepper, loss_of
 from .step_options import ClippedOptimizer
 from .zeros import Zeros
@@ -123,9 +123,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
-        state, kinds = self.state[param], kinds_in(self, group)
+        state = self.state[param]
         for key in self._formula_of(group).state_keys:
-            state[key] = self._zeros.like(param, own_dtype(self, kinds, param, key))
+            state[key] = self._zeros.like(param, new_dtype(self, group, param, key))
 
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
         """Raise for a state that has begun and lacks a part, as torch's loop does."""

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._torch.optim import is_capturing, step_dtype
 from .base import FusedOptimizer, number
-from .masters import own_dtype
-from .state_kinds import kinds_in
+from .masters import new_dtype
 
 
 class CountedOptimizer(FusedOptimizer):
@@ -22,7 +21,7 @@ class CountedOptimizer(FusedOptimizer):
 
     def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
         """A new state of the parameter's shape."""
-        return self._zeros.like(param, own_dtype(self, kinds_in(self, group), param, key))
+        return self._zeros.like(param, new_dtype(self, group, param, key))
 
     def _first_number(self, group: dict[str, Any], key: str) -> float:
         """The first value of a 0-d state."""

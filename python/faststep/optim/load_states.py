@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from .codes import SCALES, decoded
 from .foreign_states import translated
-from .masters import fitting, give_masters, kept_dtype
-from .param_shards import shard_of
+from .masters import StateFormats, give_masters
 from .request import Steppable
-from .state_kinds import GROUP_OPTIONS, StateKinds, all_kinds, kinds_in, options_in
+from .state_kinds import GROUP_OPTIONS, all_kinds, kinds_in, options_in
 
 
 class _Boxed(Tensor):
@@ -50,14 +49,10 @@ class _Loading(NamedTuple):
             return state_dict  # torch gives all types
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         params = dict(zip(saved, params_of(optimizer)))  # noqa: B905 - torch says what does not fit
-        kinds_of = {
-            id(param): kinds
-            for group, kinds in zip(optimizer.param_groups, of_groups, strict=True)
-            for param in group["params"]
-        }
+        formats = StateFormats(self.kinds, optimizer.param_groups)
         states = {
             key: {
-                name: self._wrapped(name, value, params[key], state, kinds_of)
+                name: _wrapped(name, value, params[key], state, formats)
                 for name, value in state.items()
             }
             if key in params
@@ -66,35 +61,31 @@ class _Loading(NamedTuple):
         }
         return {**state_dict, "state": states}
 
-    def _wrapped(
-        self,
-        name: str,
-        value: Any,
-        param: Tensor,
-        state: dict[str, Any],
-        kinds_of: dict[int, StateKinds],
-    ) -> Any:
-        """In a box, unless torch is to give it the type of the parameter."""
-        if not isinstance(value, Tensor) or not isinstance(param, Tensor):
-            return value
-        is_kept = kept_dtype(self.kinds, kinds_of[id(param)], name, param) is not None
-        return _boxed(value) if is_kept or (SCALES in state and name != "step") else value
-
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
         for group, own in zip(optimizer.param_groups, self.options, strict=True):
             _drop_options(group)  # those of a checkpoint are not this optimizer's
             group.update(own)
         states = {
-            param: self._fitting(_unwrapped(state, param), param)
-            if isinstance(param, Tensor)
-            else state
+            param: _unwrapped(state, param) if isinstance(param, Tensor) else state
             for param, state in optimizer.state.items()
         }
+        if self.fits:
+            formats = StateFormats(self.kinds)
+            for param, state in states.items():
+                if isinstance(param, Tensor):
+                    states[param] = formats.fitting(state, param)
         optimizer.state = defaultdict(dict, states)
 
-    def _fitting(self, state: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        return fitting(self.kinds, state, param) if self.fits else state
+
+def _wrapped(
+    name: str, value: Any, param: Tensor, state: dict[str, Any], formats: StateFormats
+) -> Any:
+    """In a box, unless torch is to give it the type of the parameter."""
+    if not isinstance(value, Tensor) or not isinstance(param, Tensor):
+        return value
+    is_kept = formats.dtype_of(name, param) is not None
+    return _boxed(value) if is_kept or (SCALES in state and name != "step") else value
 
 
 def _has_codes(state_dict: dict[str, Any]) -> bool:
@@ -167,8 +158,9 @@ def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -
     if not native and any(kinds.codes_from for kinds in all_kinds(optimizer)):
         states = state_dict["state"]
         indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        formats = StateFormats(optimizer)
         for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters
             if index in states:
-                states[index] = decoded(states[index], shard_of(optimizer, param))
+                states[index] = decoded(states[index], formats.shard_of(param))
     if not native:
         give_masters(optimizer, state_dict)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from ..grads.params import described, params_of
 from .codes import SCALES, decoded, encoded, fit_codes, new_scales
-from .param_shards import Shards, has_codes, shard_of, shards_of
+from .param_shards import Shard, Shards, has_codes, shards_of
 from .request import Rule, Steppable
-from .state_kinds import StateKinds, kinds_for, kinds_in, warn_of_decay
+from .state_kinds import StateKinds, kinds_in, warn_of_decay
 from .zeros import SMALL
 
 MASTER = "master_weights"
@@ -107,13 +107,21 @@ def has_master(param: Tensor) -> bool:
     return param.dtype in _NARROW
 
 
-def own_dtype(optimizer: Steppable, kinds: StateKinds, param: Tensor, key: str = "") -> torch.dtype:
+def new_dtype(optimizer: Steppable, group: dict[str, Any], param: Tensor, key: str) -> torch.dtype:
     """The type of a new state of a parameter."""
+    kinds = kinds_in(optimizer, group)
+    coded = kinds.codes_from > 0 and has_codes(kinds.codes_from, shards_of(optimizer), param)
+    return _own_dtype(optimizer, kinds, coded, param, key)
+
+
+def _own_dtype(
+    optimizer: Steppable, kinds: StateKinds, coded: bool, param: Tensor, key: str = ""
+) -> torch.dtype:
+    """The type of a state that is made or fitted here."""
     if not param.is_floating_point():  # torch's class makes its step
         return param.dtype
     wanted = kinds.of(key)
     if wanted is torch.int8:
-        coded = has_codes(kinds.codes_from, shards_of(optimizer), param)
         return optimizer._code_dtypes.get(key, torch.float32) if coded else torch.float32
     has_own = optimizer._keeps_masters and has_master(param)
     return wanted or (torch.float32 if has_own else param.dtype)
@@ -213,53 +221,75 @@ def complete_states(optimizer: Steppable) -> None:
                 begin_state(optimizer, group, rule, param)
 
 
-def kept_dtype(
-    optimizer: Steppable, kinds: StateKinds, key: str, param: Tensor
-) -> torch.dtype | None:
-    """The type that an entry of a state has whatever is loaded; None for that which torch gives."""
-    masters = optimizer._keeps_masters and has_master(param)
-    if key == "step":
-        return None
-    if key == MASTER or key in optimizer._numbers:
-        halves = key == MASTER and optimizer._has_remainders
-        return (torch.int16 if halves else torch.float32) if masters else None
-    if key == SCALES:
-        return torch.bfloat16
-    has_own = masters or kinds.of(key) is not None
-    return own_dtype(optimizer, kinds, param, key) if has_own else None
+class StateFormats:
+    """How an optimizer keeps the states of each parameter, by what its groups and options are now.
 
+    Made once for all parameters, because it looks at all of them.
 
-def code_dtypes_of(optimizer: Steppable, param: Tensor) -> dict[str, torch.dtype | None]:
-    """The types of codes of a parameter's states; None for one that is not in codes."""
-    kinds = kinds_for(optimizer, param)
-    coded = has_codes(kinds.codes_from, shards_of(optimizer), param)
-    return {
-        key: dtype if coded and kinds.of(key) is torch.int8 else None
-        for key, dtype in optimizer._code_dtypes.items()
-    }
+    Args:
+        groups: those of the parameters. Default: the optimizer's.
+    """
 
+    def __init__(
+        self, optimizer: Steppable, groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        self._shards = shards_of(optimizer)
+        groups = optimizer.param_groups if groups is None else groups
+        self._kinds = {id(p): kinds for kinds, p in _params_by_kinds(optimizer, groups)}
 
-def fitting(optimizer: Steppable, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """A state as a step needs it: of its types, without a master where none is kept."""
-    fit, was_coded, shard = {}, SCALES in state, shard_of(optimizer, param)
-    kinds, dtypes = kinds_for(optimizer, param), code_dtypes_of(optimizer, param)
-    if was_coded and not fit_codes(state, dtypes, param):
-        state = decoded(state, shard)
-    for key, value in state.items():
-        dtype = kept_dtype(optimizer, kinds, key, param)
-        if key == MASTER and dtype is None:
-            continue
-        if was_coded and dtype is None and key != "step":
-            dtype = param.dtype  # as torch does where there are no codes
-        is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
-        if is_cast and dtype is torch.int16:
-            fit[key] = _remainder(value, param)
-        elif key == MASTER and dtype is torch.float32 and _is_remainder(value):
-            fit[key] = joined(param, value)
-        else:
-            is_cast = is_cast and dtype is not None and dtype.is_floating_point
-            fit[key] = value.to(dtype) if is_cast else value
-    return encoded(fit, dtypes, param, shard) if any(dtypes.values()) else fit
+    def shard_of(self, param: Tensor) -> Shard | None:
+        """What the optimizer has of a parameter; None for all of it."""
+        return (self._shards or {}).get(id(param))
+
+    def dtype_of(self, key: str, param: Tensor) -> torch.dtype | None:
+        """The type of an entry of a state whatever is loaded; None for that which torch gives."""
+        optimizer = self._optimizer
+        masters = optimizer._keeps_masters and has_master(param)
+        if key == "step":
+            return None
+        if key == MASTER or key in optimizer._numbers:
+            halves = key == MASTER and optimizer._has_remainders
+            return (torch.int16 if halves else torch.float32) if masters else None
+        if key == SCALES:
+            return torch.bfloat16
+        kinds, coded = self._kinds_of(param)
+        has_own = masters or kinds.of(key) is not None
+        return _own_dtype(optimizer, kinds, coded, param, key) if has_own else None
+
+    def code_dtypes_of(self, param: Tensor) -> dict[str, torch.dtype | None]:
+        """The types of codes of a parameter's states; None for one that is not in codes."""
+        kinds, coded = self._kinds_of(param)
+        return {
+            key: dtype if coded and kinds.of(key) is torch.int8 else None
+            for key, dtype in self._optimizer._code_dtypes.items()
+        }
+
+    def fitting(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """A state as a step needs it: of its types, without a master where none is kept."""
+        fit, was_coded, shard = {}, SCALES in state, self.shard_of(param)
+        dtypes = self.code_dtypes_of(param)
+        if was_coded and not fit_codes(state, dtypes, param):
+            state = decoded(state, shard)
+        for key, value in state.items():
+            dtype = self.dtype_of(key, param)
+            if key == MASTER and dtype is None:
+                continue
+            if was_coded and dtype is None and key != "step":
+                dtype = param.dtype  # as torch does where there are no codes
+            is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
+            if is_cast and dtype is torch.int16:
+                fit[key] = _remainder(value, param)
+            elif key == MASTER and dtype is torch.float32 and _is_remainder(value):
+                fit[key] = joined(param, value)
+            else:
+                is_cast = is_cast and dtype is not None and dtype.is_floating_point
+                fit[key] = value.to(dtype) if is_cast else value
+        return encoded(fit, dtypes, param, shard) if any(dtypes.values()) else fit
+
+    def _kinds_of(self, param: Tensor) -> tuple[StateKinds, bool]:
+        kinds = self._kinds.get(id(param), self._optimizer._kinds)
+        return kinds, has_codes(kinds.codes_from, self._shards, param)
 
 
 def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
@@ -305,10 +335,21 @@ def _remainder(master: Tensor, param: Tensor) -> Tensor:
     return low.to(torch.int16)
 
 
-def _params_by_kinds(optimizer: Steppable) -> Iterator[tuple[StateKinds, Tensor]]:
-    for group in optimizer.param_groups:
+def _params_by_kinds(
+    optimizer: Steppable, groups: Sequence[dict[str, Any]]
+) -> Iterator[tuple[StateKinds, Tensor]]:
+    for group in groups:
         kinds = kinds_in(optimizer, group)
         yield from ((kinds, param) for param in group["params"])
+
+
+def _has_own_types(optimizer: Steppable) -> bool:
+    shards = shards_of(optimizer)
+    for kinds, param in _params_by_kinds(optimizer, optimizer.param_groups):
+        coded = has_codes(kinds.codes_from, shards, param)
+        if coded or kinds.by_name or _own_dtype(optimizer, kinds, coded, param) != param.dtype:
+            return True
+    return False
 
 
 def refuse_by_torch(optimizer: Steppable, reason: str) -> None:
@@ -316,12 +357,7 @@ def refuse_by_torch(optimizer: Steppable, reason: str) -> None:
     kept = ""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
         kept = "masters (master_weights), which torch's operators do not know"
-    elif any(
-        kinds.by_name
-        or own_dtype(optimizer, kinds, p) != p.dtype
-        or has_codes(kinds.codes_from, shards_of(optimizer), p)
-        for kinds, p in _params_by_kinds(optimizer)
-    ):
+    elif _has_own_types(optimizer):
         kept = "states of a type of their own (state_dtype), which torch's operators do not take"
     if kept:
         reason = reason.removesuffix("; nothing was updated")

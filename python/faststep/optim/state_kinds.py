@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _WORDS: dict[torch.dtype | None, tuple[str, str, str]] = {
@@ -132,14 +131,6 @@ def kinds_in(optimizer: Kinded, group: Mapping[str, Any]) -> StateKinds:
 def all_kinds(optimizer: Kinded) -> list[StateKinds]:
     """Those of the groups, and that of groups without options."""
     return [optimizer._kinds, *(kinds_in(optimizer, group) for group in optimizer.param_groups)]
-
-
-def kinds_for(optimizer: Kinded, param: Tensor) -> StateKinds:
-    """How the states of a parameter are kept."""
-    for group in optimizer.param_groups:
-        if options_in(group) and any(one is param for one in group["params"]):
-            return kinds_in(optimizer, group)
-    return optimizer._kinds
 
 
 def warn_of_decay(optimizer: Kinded, group: Mapping[str, Any]) -> None:

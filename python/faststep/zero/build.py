@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.masters import fitting, has_master
+from ..optim.masters import StateFormats, has_master
 from ..optim.state_kinds import options_in
 from .admitted import (
     admit,
@@ -118,8 +118,9 @@ def _fused(kind: Kind, optimizer: Optimizer, asked: Options) -> FusedOptimizer:
     fused = kind([{**options_of(optimizer.param_groups[0]), "params": []}])
     fused.param_groups = optimizer.param_groups
     states = _begun_states(optimizer, asked.kept.masters)
-    kept = {param: fitting(fused, state, param) for param, state in states.items()}
-    fused.state = defaultdict(dict, kept)
+    formats = StateFormats(fused)
+    fused.state = defaultdict(dict)
+    fused.state.update((param, formats.fitting(state, param)) for param, state in states.items())
     return fused
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.optim import increment_version
 from ..grads.hooks import weakly
-from ..optim.masters import has_master
+from ..optim.masters import StateFormats, has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import Kept, admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .hooks.gradient_buckets import CudaBucket, GradientBucket
@@ -154,9 +154,11 @@ class Engine:
         first = len(self.buckets)
         slots = self._add_buckets(named)
         self.group.broadcast([bucket.params.flat for bucket in self.buckets[first:]])
+        fused = self.slices.fused
+        formats = StateFormats(fused)
         for slot in slots:
             state = self.frozen_states.pop(slot.param, {})
-            self.slices.fused.state.update(cut_state(self.slices.fused, slot, state))
+            fused.state.update(cut_state(fused, formats, slot, state))
         self.gradients.take_in(slots)
         if self.waits is not None and model is not None:
             self.waits.remove()

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..._torch.tensors import new_wrapper
 from ...optim.base import FusedOptimizer
 from ...optim.codes import check_scales, fit_codes, with_scales_of
-from ...optim.masters import code_dtypes_of, fitting
-from ...optim.param_shards import shard_of
+from ...optim.masters import StateFormats
 from ..layout.slots import Slot
 
 _aten = torch.ops.aten
@@ -179,7 +178,7 @@ def _cut(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[list[int]
 
 
 def cut_state(
-    fused: FusedOptimizer, slot: Slot, state: Mapping[str, Any]
+    fused: FusedOptimizer, formats: StateFormats, slot: Slot, state: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
     """This rank's part of the state of a whole parameter, by its part of the parameter.
 
@@ -190,10 +189,10 @@ def cut_state(
     if slot.part is None:
         return {}
     values, numbers = slot.part.values, ("step", *fused._numbers)
-    fit = fit_codes(state, code_dtypes_of(fused, values), slot.param)
-    shard = shard_of(fused, values) if fit else None
+    fit = fit_codes(state, formats.code_dtypes_of(values), slot.param)
+    shard = formats.shard_of(values) if fit else None
     state = with_scales_of(state, shard, values.numel())
-    made = fitting(fused, {k: _part_of(v, slot, k in numbers) for k, v in state.items()}, values)
+    made = formats.fitting({k: _part_of(v, slot, k in numbers) for k, v in state.items()}, values)
     return {values: made} if made else {}
 
 

@@ -20,7 +20,7 @@ from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
 from ...optim.codes import SCALES, are_codes, shown
 from ...optim.load_states import hide_options, loading_states, show_plain
-from ...optim.masters import MASTER, complete_states, fitting, joined, put_scales
+from ...optim.masters import MASTER, StateFormats, complete_states, joined, put_scales
 from ...optim.param_shards import shard_of
 from ..engine import Engine
 from ..hooks.gradient_buckets import GradientBucket
@@ -348,16 +348,17 @@ def _problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
 
 def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Give this rank's optimizer its part of the states of whole parameters."""
+    fused = engine.slices.fused
     cut: dict[Tensor, dict[str, Any]] = {}
+    formats = StateFormats(fused)
     for slot in engine.slots:
-        cut.update(cut_state(engine.slices.fused, slot, states.get(slot.param, {})))
-    mine = engine.slices.fused.state
+        cut.update(cut_state(fused, formats, slot, states.get(slot.param, {})))
+    mine = fused.state
     mine.clear()
     mine.update(cut)
     sharded = {id(slot.param) for slot in engine.slots}
-    fused = engine.slices.fused
     engine.frozen_states = {
-        param: fitting(fused, state, param) if isinstance(param, Tensor) else state
+        param: formats.fitting(state, param) if isinstance(param, Tensor) else state
         for param, state in states.items()
         if id(param) not in sharded
     }
