@@ -56,7 +56,7 @@ def _params() -> list[nn.Parameter]:
     return params
 
 
-def _wide(params: list[nn.Parameter]) -> list[nn.Parameter]:
+def wide_copies(params: list[nn.Parameter]) -> list[nn.Parameter]:
     types = [torch.promote_types(param.dtype, F32) for param in params]
     return [nn.Parameter(p.detach().to(t, copy=True)) for p, t in zip(params, types, strict=True)]
 
@@ -74,7 +74,7 @@ def _give(params: list[nn.Parameter], wide: list[nn.Parameter], seed: int) -> No
 def _both(name: str, **options: Any) -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
     kind, own = CLASSES[name]
     params = _params()
-    wide = _wide(params)
+    wide = wide_copies(params)
     options = {**own, **options}
     cls = getattr(faststep.optim, kind)
     return params, cls(params, **options, master_weights=True), wide, cls(wide, **options)
@@ -123,8 +123,12 @@ def test_every_class_has_them() -> None:
     for name in faststep.optim.__all__:
         kind = getattr(faststep.optim, name)
         if issubclass(kind, FusedOptimizer):
-            assert kind(_params(), lr=0.1, master_weights=True)._keeps_masters
             assert not kind(_params(), lr=0.1)._keeps_masters
+            wide = kind(_params(), lr=0.1, master_weights=True)
+            assert wide._keeps_masters
+            assert not wide._has_remainders
+            halves = kind(wide_copies(_params()), lr=0.1, master_weights="remainder16")
+            assert halves._has_remainders
     with pytest.raises(TypeError, match="master_weights"):
         faststep.optim.Adafactor(_params(), master_weights=True)
 
@@ -179,14 +183,17 @@ def test_state_dict_goes_on(name: str, how: str) -> None:
     assert _step((fresh, new, wide, reference), 3, 4, 5) == []
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_copies_go_on(copied: Callable[[Any], Any]) -> None:
-    both = _both("AdamW")
-    _step(both, 0, 1)
-    other = copied(both)
-    other = ([*other[1].param_groups[0]["params"]], other[1], other[2], other[3])
-    assert _step(other, 2, 3) == []
-    assert _step(both, 2, 3) == []
+def copies_go_on(both: Any, step: Callable[..., list[str]]) -> None:
+    """A deep copy, a pickle and the optimizer itself have the same bits."""
+    step(both, 0, 1)
+    for copied in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        other = ([*copied[1].param_groups[0]["params"]], *copied[1:])
+        assert step(other, 2, 3) == []
+    assert step(both, 2, 3) == []
+
+
+def test_copies_go_on() -> None:
+    copies_go_on(_both("AdamW"), _step)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "Adagrad", "ASGD"])
@@ -195,12 +202,12 @@ def test_states_of_a_run_without(name: str) -> None:
     kind, own = CLASSES[name]
     params = _params()
     plain = getattr(torch.optim, kind)(params, **own)
-    _give(params, _wide(params), 0)
+    _give(params, wide_copies(params), 0)
     plain.step()
     mine = [nn.Parameter(param.detach().clone()) for param in params]
     optimizer = getattr(faststep.optim, kind)(mine, **own, master_weights=True)
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    wide = _wide(params)
+    wide = wide_copies(params)
     reference = getattr(faststep.optim, kind)(wide, **own)
     reference.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert _step((mine, optimizer, wide, reference), 1, 2, 3) == []
@@ -212,14 +219,22 @@ def test_states_of_a_run_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "NAdam"])
-def test_torchs_checkpoints(name: str, begun: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *((name, True) for name in ("AdamW", "SGD", "Adagrad", "NAdam")),
+        *((name, "remainder16") for name in ("AdamW", "SGD")),
+    ],
+)
+def test_torchs_checkpoints(name: str, kept: Any, begun: bool, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
     kind, own = CLASSES[name]
 
     def made() -> tuple[nn.Module, Any]:
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16(), nn.Linear(2, 2).half())
-        return model, getattr(faststep.optim, kind)(model.parameters(), **own, master_weights=True)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16())
+        if kept is True:
+            model.append(nn.Linear(2, 2).half())
+        return model, getattr(faststep.optim, kind)(model.parameters(), **own, master_weights=kept)
 
     def train(model: nn.Module, optimizer: Any, seed: int) -> None:
         torch.manual_seed(seed)
@@ -237,8 +252,8 @@ def test_torchs_checkpoints(name: str, begun: bool, tmp_path: Path) -> None:
         train(new, other, 3)
     states = {"of": get_optimizer_state_dict(new, other)}
     dcp.load(states, checkpoint_id=tmp_path / "kept")
+    new.load_state_dict(model.state_dict())  # first: remainders belong to the parameters
     set_optimizer_state_dict(new, other, states["of"])
-    new.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())  # torch casts the numbers of parameters
     for param, copied in zip(model.parameters(), new.parameters(), strict=True):
         assert list(optimizer.state[param]) == list(other.state[copied])
@@ -252,13 +267,11 @@ def test_torchs_checkpoints(name: str, begun: bool, tmp_path: Path) -> None:
 # ---- with the other parts
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
-@pytest.mark.parametrize("module", [torch.amp, faststep.amp])
-def test_under_a_scaler(module: Any, limit: float | None) -> None:
+def scaled(module: Any, limit: float | None, kept: Any) -> Any:
     """bf16 parameters, of which one step overflows; torch's scaler refuses gradients in fp16."""
     params = [nn.Parameter(torch.randn(40, 5).bfloat16()), nn.Parameter(torch.randn(7))]
-    wide = _wide(params)
-    optimizer = faststep.optim.AdamW(params, lr=0.01, max_grad_norm=limit, master_weights=True)
+    wide = wide_copies(params)
+    optimizer = faststep.optim.AdamW(params, lr=0.01, max_grad_norm=limit, master_weights=kept)
     reference = faststep.optim.AdamW(wide, lr=0.01, max_grad_norm=limit)
     scalers = [module.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
     for step in range(5):
@@ -273,7 +286,13 @@ def test_under_a_scaler(module: Any, limit: float | None) -> None:
             scaler.step(one)
             scaler.update()
     assert optimizer.state[params[0]]["step"] == 4
-    assert _unlike(params, optimizer, wide, reference) == []
+    return params, optimizer, wide, reference
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("module", [torch.amp, faststep.amp])
+def test_under_a_scaler(module: Any, limit: float | None) -> None:
+    assert _unlike(*scaled(module, limit, True)) == []
 
 
 def test_new_groups_and_frozen_parameters() -> None:
@@ -281,7 +300,7 @@ def test_new_groups_and_frozen_parameters() -> None:
     assert _step(both, 0) == []
     params, optimizer, wide, reference = both
     more = _params()
-    more_wide = _wide(more)
+    more_wide = wide_copies(more)
     optimizer.add_param_group({"params": more, "lr": 0.1})
     reference.add_param_group({"params": more_wide, "lr": 0.1})
     assert _step(([*params, *more], optimizer, [*wide, *more_wide], reference), 1, 2) == []
@@ -300,7 +319,7 @@ def test_written_parameters_count() -> None:
     assert _step(both, 2, 3) == []
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -310,23 +329,29 @@ class _Net(nn.Module):
         return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
 
 
-def _loss(model: nn.Module, seed: int) -> Tensor:
+def loss_of(model: nn.Module, seed: int) -> Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).bfloat16()
     return model(x).float().square().sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_released_gradients(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *((name, True) for name in CLASSES),
+        *((name, "remainder16") for name in ("AdamW", "momentum", "ASGD")),
+    ],
+)
+def test_released_gradients(name: str, kept: Any) -> None:
     kind, own = CLASSES[name]
-    model, other = _Net(), _Net()
+    model, other = Net(), Net()
     made = [
-        getattr(faststep.optim, kind)(one.parameters(), **own, master_weights=True)
+        getattr(faststep.optim, kind)(one.parameters(), **own, master_weights=kept)
         for one in (model, other)
     ]
     release = faststep.release_gradients(model, made[0])
     for seed in range(4):
         for one, optimizer in zip((model, other), made, strict=True):
-            _loss(one, seed).backward()
+            loss_of(one, seed).backward()
             optimizer.step()
             optimizer.zero_grad()
     release.remove()
@@ -338,14 +363,14 @@ def test_released_gradients(name: str) -> None:
 
 
 def test_accumulated_in_fp32() -> None:
-    model = _Net()
+    model = Net()
     optimizer = faststep.optim.AdamW(model.parameters(), lr=0.01, master_weights=True)
-    wide = _wide(list(model.parameters()))
+    wide = wide_copies(list(model.parameters()))
     reference = faststep.optim.AdamW(wide, lr=0.01)
     accumulation = faststep.accumulate(optimizer, 4, model=model, dtype=torch.float32)
     sums = [torch.zeros_like(param) for param in wide]
     for seed in range(4):
-        loss = _loss(model, seed)
+        loss = loss_of(model, seed)
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         for total, grad in zip(sums, grads, strict=True):
             total += grad.float()
@@ -392,7 +417,7 @@ def test_steps_by_torch_are_refused() -> None:
     params = _params()
     before = [param.detach().clone() for param in params]
     optimizer: Any = faststep.optim.AdamW(params, master_weights=True)
-    _give(params, _wide(params), 0)
+    _give(params, wide_copies(params), 0)
     text = "AdamW keeps masters .* and this step needs them: {}; nothing was updated"
     with _Counting(), pytest.raises(RuntimeError, match=text.format("in a TorchDispatchMode")):
         optimizer.step()

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import faststep
-from faststep.optim.base import FusedOptimizer
 from faststep.optim.masters import MASTER, _remainder, joined
 
-from .test_masters import CLASSES
+from .test_masters import CLASSES, Net, copies_go_on, loss_of, scaled, wide_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
 
@@ -38,11 +28,6 @@ def _params() -> list[nn.Parameter]:
     values = [torch.randn(s, generator=made).to(d) for s, d in zip(SHAPES, DTYPES, strict=True)]
     values[4] = values[4].to(memory_format=torch.channels_last)
     return [nn.Parameter(value) for value in values]
-
-
-def _wide(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    types = [torch.promote_types(param.dtype, F32) for param in params]
-    return [nn.Parameter(p.detach().to(t, copy=True)) for p, t in zip(params, types, strict=True)]
 
 
 def _give(params: list[nn.Parameter], wide: list[nn.Parameter], seed: int) -> None:
@@ -100,7 +85,7 @@ def _step(both: Any, *seeds: int) -> list[str]:
 
 def _both(name: str, **options: Any) -> tuple[list[nn.Parameter], Any, list[nn.Parameter], Any]:
     params = _params()
-    wide = _wide(params)
+    wide = wide_copies(params)
     return params, _made(name, params, **options, **OPTION), wide, _made(name, wide, **options)
 
 
@@ -149,14 +134,6 @@ def test_beside_bf16_states(name: str) -> None:
             assert torch.equal(joined(param, state[MASTER]), its[MASTER])
             assert list(state) == list(its)
             assert all(torch.equal(state[key], its[key]) for key in state if key != MASTER)
-
-
-def test_every_class_has_them() -> None:
-    for name in faststep.optim.__all__:
-        kind = getattr(faststep.optim, name)
-        if issubclass(kind, FusedOptimizer):
-            assert kind(_params(), lr=0.1, **OPTION)._has_remainders
-            assert not kind(_params(), lr=0.1, master_weights=True)._has_remainders
 
 
 # ---- the two halves
@@ -274,50 +251,8 @@ def test_a_tie_of_fp32_masters() -> None:
     assert torch.equal(joined(_rounded(master), _remainder(master, _rounded(master))), master)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_copies_go_on(copied: Callable[[Any], Any]) -> None:
-    both = _both("AdamW")
-    _step(both, 0, 1)
-    other = copied(both)
-    other = ([*other[1].param_groups[0]["params"]], other[1], other[2], other[3])
-    assert _step(other, 2, 3) == []
-    assert _step(both, 2, 3) == []
-
-
-@pytest.mark.parametrize("begun", [True, False])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_torchs_checkpoints(name: str, begun: bool, tmp_path: Path) -> None:
-    warnings.simplefilter("ignore")
-
-    def made() -> tuple[nn.Module, Any]:
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16())
-        return model, _made(name, list(model.parameters()), **OPTION)
-
-    def train(model: nn.Module, optimizer: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape).to(param.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model, optimizer = made()
-    train(model, optimizer, 1)
-    train(model, optimizer, 2)
-    dcp.save({"of": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "kept")
-    new, other = made()
-    if begun:
-        train(new, other, 3)
-    states = {"of": get_optimizer_state_dict(new, other)}
-    dcp.load(states, checkpoint_id=tmp_path / "kept")
-    new.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(new, other, states["of"])
-    for param, loaded in zip(model.parameters(), new.parameters(), strict=True):
-        assert list(optimizer.state[param]) == list(other.state[loaded])
-        for key, value in optimizer.state[param].items():
-            assert torch.equal(value, other.state[loaded][key]), key
-    train(model, optimizer, 4)
-    train(new, other, 4)
-    assert all(map(torch.equal, model.parameters(), new.parameters()))
+def test_copies_go_on() -> None:
+    copies_go_on(_both("AdamW"), _step)
 
 
 # ---- with the other parts
@@ -326,69 +261,18 @@ def test_torchs_checkpoints(name: str, begun: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("module", [torch.amp, faststep.amp])
 def test_under_a_scaler(module: Any, limit: float | None) -> None:
-    """One step overflows, and changes nothing."""
-    params = [nn.Parameter(torch.randn(40, 5).bfloat16()), nn.Parameter(torch.randn(7))]
-    wide = _wide(params)
-    optimizer = faststep.optim.AdamW(params, lr=0.01, max_grad_norm=limit, **OPTION)
-    reference = faststep.optim.AdamW(wide, lr=0.01, max_grad_norm=limit)
-    scalers = [module.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-    for step in range(5):
-        torch.manual_seed(step)
-        for param, copied in zip(params, wide, strict=True):
-            param.grad = (torch.randn(param.shape) * 64).to(param.dtype)
-            if step == 2:
-                param.grad[3] = float("inf")
-            copied.grad = param.grad.to(copied.dtype, copy=True)
-        for scaler, one in zip(scalers, (optimizer, reference), strict=True):
-            scaler.scale(torch.zeros(()))
-            scaler.step(one)
-            scaler.update()
-    assert optimizer.state[params[0]]["step"] == 4
-    assert _unlike(params, optimizer, wide, reference) == []
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.last = nn.Linear(6, 50).bfloat16(), nn.Linear(50, 3).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
-
-
-def _loss(model: nn.Module, seed: int) -> Tensor:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return model(x).float().square().sum()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("name", ["AdamW", "momentum", "ASGD"])
-def test_released_gradients(name: str) -> None:
-    model, other = _Net(), _Net()
-    optimizers = [_made(name, list(one.parameters()), **OPTION) for one in (model, other)]
-    release = faststep.release_gradients(model, optimizers[0])
-    for seed in range(4):
-        for one, optimizer in zip((model, other), optimizers, strict=True):
-            _loss(one, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    release.remove()
-    for param, copied in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(param, copied)
-        mine, its = optimizers[0].state[param], optimizers[1].state[copied]
-        assert list(mine) == list(its)
-        assert all(torch.equal(mine[key], its[key]) for key in mine)
+    assert _unlike(*scaled(module, limit, "remainder16")) == []
 
 
 def test_accumulated_in_fp32() -> None:
-    model, other = _Net(), _Net()
+    model, other = Net(), Net()
     optimizer = faststep.optim.AdamW(model.parameters(), lr=0.01, **OPTION)
     twin = faststep.optim.AdamW(other.parameters(), lr=0.01, master_weights=True)
     for one, stepped in ((model, optimizer), (other, twin)):
         accumulation = faststep.accumulate(stepped, 4, model=one, dtype=torch.float32)
         for seed in range(4):
             with accumulation:
-                accumulation.backward(_loss(one, seed))
+                accumulation.backward(loss_of(one, seed))
         assert accumulation.ready
         stepped.step()
     for param, copied in zip(model.parameters(), other.parameters(), strict=True):
