@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import _C
 from ._torch import records as _records
-from ._torch.library import address_of_has_callbacks, address_of_has_modes, libtorch_cpu_path
+from ._torch.library import address_of, libtorch_cpu_path
 from ._torch.streams import lasts
 
 _C.use_threads_of(libtorch_cpu_path())
-_C.use_callbacks(address_of_has_callbacks())
-_C.use_modes(address_of_has_modes())
+_C.use_callbacks(address_of("has_callbacks"))
+_C.use_modes(address_of("has_modes"))
 _C.use_streams(lasts)
 _layout, _why_no_layout = None, "FASTSTEP_RECORDS=0 says so"
 if os.environ.get("FASTSTEP_RECORDS") != "0":

@@ -416,9 +416,9 @@ def retain_memory(world: World) -> None:
 _layout = faststep._layout
 faststep._torch.held.hold(torch.ones(2))  # finds out where owners are
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "use_modes": (faststep._torch.library.address_of_has_modes(),),
+    "use_modes": (faststep._torch.library.address_of("has_modes"),),
     "use_owners": faststep._torch.held._places() or (),
-    "use_callbacks": (faststep._torch.library.address_of_has_callbacks(),),
+    "use_callbacks": (faststep._torch.library.address_of("has_callbacks"),),
     "use_dtensors": (DTensor, vars(DTensor)["_local_tensor"], vars(DTensor)["_spec"]),
     "use_records": tuple(_layout) if _layout is not None else (),
     "use_streams": (faststep._torch.streams.lasts,),

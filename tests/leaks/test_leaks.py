@@ -506,14 +506,14 @@ def owners() -> Iterator[Case]:
 
 def callbacks() -> Iterator[Case]:
     """What was in use stays."""
-    address = faststep._torch.library.address_of_has_callbacks()
+    address = faststep._torch.library.address_of("has_callbacks")
     yield lambda: _C.use_callbacks(address), [address]
     yield failing(_C.use_callbacks, -1), []
 
 
 def modes() -> Iterator[Case]:
     """What was in use stays."""
-    address = faststep._torch.library.address_of_has_modes()
+    address = faststep._torch.library.address_of("has_modes")
     yield lambda: _C.use_modes(address), [address]
     yield failing(_C.use_modes, -1), []
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .kinds import different_tensors
-from .library import address_of_bump_version
+from .library import address_of
 from .tensors import lazy_clone, neg_view, record_of, storage_record_of
 
 _WORDS = 22  # that a tensor's record has at least: 176 bytes in torch 2.13, and 184 in 2.11
@@ -100,7 +100,7 @@ def _search() -> Layout:
         _mask(kind + 1),
         _countable(kind + 1),
         _negated(kind + 1),
-        address_of_bump_version(),
+        address_of("bump_version"),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 import faststep
 
 from .. import _C
-from .._torch.library import address_of_has_callbacks
+from .._torch.library import address_of
 
 HELP = "show versions, the instruction set, the thread pool and the state of CUDA"
 
@@ -97,7 +97,7 @@ def _version_counters() -> str:
 
 
 def _profilers() -> str:
-    if address_of_has_callbacks():
+    if address_of("has_callbacks"):
         return "told of a step only while one runs"
     return "told of every step: this torch exports no at::hasCallbacks, which says whether one runs"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from .._torch.ddp import after_backward, current_backward
-from .._torch.library import address_of_mode_depth
+from .._torch.library import address_of
 from .._torch.modes import is_watched
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Reduced, reducing_model
@@ -30,7 +30,7 @@ from .tied import give_rows, tied_embeddings
 
 __all__ = ["Release"]
 
-_MODE_DEPTH = address_of_mode_depth()
+_MODE_DEPTH = address_of("mode_depth")
 _TOGETHER = 64 << 20  # bytes of gradients on a CUDA device for which a step begins
 
 

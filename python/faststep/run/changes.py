@@ -69,20 +69,9 @@ def make_changes(changes: Changes) -> None:
         _wrap(torch.autocast, lambda args, kwargs: (args, {**kwargs, "enabled": False}))
     elif changes.get("autocast"):
         forward.autocast(torch.bfloat16)
-    if changes.get("channels_last"):
-        forward.use_channels_last()
-    if changes.get("compile"):
-        forward.compile_models()
-    if changes.get("set_to_none"):
-        zero_to_none()
-    if changes.get("freeze"):
-        forward.freeze_objects()
-    if changes.get("cudnn_benchmark"):
-        tune_convolutions(True)
-    if changes.get("tf32"):
-        use_tf32(True)
-    if changes.get("checkpoint_blocks"):
-        forward.checkpoint_blocks()
+    for name, (change, _) in _SWITCHES.items():
+        if changes.get(name):
+            change()
     if stage := changes.get("shard"):
         forward.shard_models(stage)
     if steps := changes.get("accumulate"):
@@ -131,6 +120,21 @@ def use_tf32(is_on: bool) -> None:
     torch.set_float32_matmul_precision("high" if is_on else "highest")
 
 
+# What they do, and what a report says of it.
+_SWITCHES: dict[str, tuple[Callable[[], object], str]] = {
+    "channels_last": (forward.use_channels_last, "weights of convolutions lie channels last"),
+    "compile": (forward.compile_models, "models are compiled"),
+    "set_to_none": (zero_to_none, "gradients are set to None"),
+    "freeze": (forward.freeze_objects, "objects are frozen"),
+    "cudnn_benchmark": (functools.partial(tune_convolutions, True), "cudnn.benchmark"),
+    "tf32": (functools.partial(use_tf32, True), "products in TF32"),
+    "checkpoint_blocks": (
+        forward.checkpoint_blocks,
+        "blocks are computed again in backward",
+    ),
+}
+
+
 def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a DataLoader with the changes."""
     named = inspect.signature(DataLoader).bind_partial(*args, **kwargs).arguments
@@ -151,20 +155,9 @@ def summary(changes: Changes) -> str:
         said.append(f"{threads} threads")
     if changes.get("flush"):
         said.append("denormal numbers are zero")
-    said += [
-        text
-        for name, text in (
-            ("channels_last", "weights of convolutions lie channels last"),
-            ("compile", "models are compiled"),
-            ("set_to_none", "gradients are set to None"),
-            ("freeze", "objects are frozen"),
-            ("cudnn_benchmark", "cudnn.benchmark"),
-            ("tf32", "products in TF32"),
-            ("checkpoint_blocks", "blocks are computed again in backward"),
-            ("shard", "states and gradients are spread over ranks"),
-        )
-        if changes.get(name)
-    ]
+    said += [text for name, (_, text) in _SWITCHES.items() if changes.get(name)]
+    if changes.get("shard"):
+        said.append("states and gradients are spread over ranks")
     if mode := changes.get("autocast"):
         said.append("no autocast" if mode == "off" else f"models run under autocast to {mode}")
     if steps := changes.get("accumulate"):
