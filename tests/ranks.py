@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import itertools
 import multiprocessing
 import pickle
 import traceback
@@ -46,23 +47,33 @@ class _Body(NamedTuple):
     module: str
     test: str
 
-    def __call__(self, rank: int, world: int) -> str:
+    def __call__(self, rank: int, world: int, *case: Any) -> str:
         try:
-            getattr(importlib.import_module(self.module), self.test).body(rank, world)
+            getattr(importlib.import_module(self.module), self.test).body(rank, world, *case)
         except BaseException:  # pytest's own are not of Exception
             traceback.print_exc()  # at once: the other ranks may wait for this one
             return traceback.format_exc()
         return ""
 
 
-def on_ranks(*worlds: int) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
-    """Makes a test of a function of rank and world, which asserts: on each rank of each world."""
+def on_ranks(
+    *worlds: int, **cases: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function of rank and world, which asserts: on each rank of each world.
 
-    def made(body: Callable[[int, int], None]) -> Callable[..., None]:
+    Args:
+        cases: by the names of its other arguments, in their order: values that print themselves.
+    """
+
+    def made(body: Callable[..., None]) -> Callable[..., None]:
         run = _Body(body.__module__, body.__name__)
-        jobs = [Job(f"{run.module}.{run.test} on {world}", world, run) for world in worlds]
+        name = f"{run.module}.{run.test} on"
+        jobs = [
+            Job(" ".join(map(str, (name, world, *case))), world, run, tuple(case))
+            for world, *case in itertools.product(worlds, *cases.values())
+        ]
 
-        @pytest.mark.parametrize("job", jobs, ids=lambda job: f"{job.world} ranks")
+        @pytest.mark.parametrize("job", jobs, ids=lambda job: job.name.partition(" on ")[2])
         def test(job: Job, ranks: Callable[[str], list[str]]) -> None:
             for failure in ranks(job.name):
                 assert not failure, failure

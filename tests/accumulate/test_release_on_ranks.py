@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .collectives import Collectives
 from .common import OddLayouts, assert_equal, batches, loss_of, make_model, values
@@ -130,7 +130,8 @@ def _all(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def _in_backward(rank: int, world: int) -> dict[str, list[bool]]:
+@on_ranks(2)
+def test_updates_do_not_wait_for_the_end_of_backward(rank: int, world: int) -> None:
     """What has been updated when the gradient of the first layer comes, which comes last."""
     net = make_model()
     model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
@@ -151,10 +152,14 @@ def _in_backward(rank: int, world: int) -> dict[str, list[bool]]:
     loss_of(model, batches([4], rank)[0]).backward()
     after = [not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)]
     release.remove()
-    return {"during": seen, "after": after}
+    result = {"during": seen, "after": after}
+    assert result["during"][4:] == [True, True]
+    assert not result["during"][0]
+    assert result["after"] == [True] * 6
 
 
-def _layouts(rank: int, world: int) -> list[list[Tensor]]:
+@on_ranks(3)
+def test_layouts(rank: int, world: int) -> None:
     """Parameters whose elements lie in another order than that of their shape."""
     found = []
     for released in (True, False):
@@ -170,10 +175,12 @@ def _layouts(rank: int, world: int) -> list[list[Tensor]]:
             if release is not None:
                 release.remove()
             found.append(values(net))
-    return found
+    for result in found[:3]:
+        assert_equal(result, found[3])
 
 
-def _inside(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_the_module_inside_is_refused(rank: int, world: int) -> None:
     """A release of the module that the model wraps, from before and after it does."""
     found = []
     for late in (False, True):
@@ -206,15 +213,10 @@ def _inside(rank: int, world: int) -> list[str]:
     loss_of(alone, batches([4], rank)[0]).backward()
     assert all(p.grad is None for p in alone.parameters())
     release.remove()
-    return found
+    assert len(found) == 3
 
 
-JOBS = [
-    Job("release, inside", 2, _inside),
-    Job("release", 3, _all),
-    Job("release, in backward", 2, _in_backward),
-    Job("release, layouts", 3, _layouts),
-]
+JOBS = [Job("release", 3, _all)]
 
 
 @pytest.fixture
@@ -231,19 +233,6 @@ def test_the_bits_of_the_step_after_backward(answers: list[dict[str, Any]], case
         assert_equal(answer[case][0][:6], answers[0][case][0][:6])
 
 
-def test_updates_do_not_wait_for_the_end_of_backward(ranks: Callable[[str], list[Any]]) -> None:
-    for result in ranks("release, in backward"):
-        assert result["during"][4:] == [True, True]
-        assert not result["during"][0]
-        assert result["after"] == [True] * 6
-
-
-def test_layouts(ranks: Callable[[str], list[Any]]) -> None:
-    for results in ranks("release, layouts"):
-        for result in results[:3]:
-            assert_equal(result, results[3])
-
-
 @pytest.mark.parametrize("case", ["per_parameter", "lagged"])
 def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
     for answer in answers:
@@ -253,11 +242,6 @@ def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
 def test_gradients_of_other_optimizers_stay(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert answer["freed"] == [True, True, False, False, False, False]
-
-
-def test_the_module_inside_is_refused(ranks: Callable[[str], list[Any]]) -> None:
-    for found in ranks("release, inside"):
-        assert len(found) == 3
 
 
 def test_what_is_refused(answers: list[dict[str, Any]]) -> None:

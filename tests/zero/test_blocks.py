@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import faststep.optim
 from faststep import zero
 from faststep.zero.stage3.blocks import blocks_of
-from ranks import Job
+from ranks import Job, on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -400,7 +400,11 @@ def _adam(params: Any) -> torch.optim.Optimizer:
     return faststep.optim.AdamW(params, lr=0.01, eps=1.0)
 
 
-def _parts(rank: int, world: int, how: str) -> dict[str, Any]:
+HOWS = ("whole", "steps between", "parts", "made later")
+
+
+@on_ranks(2, how=HOWS)
+def test_two_optimizers_over_one_model(rank: int, world: int, how: str) -> None:
     torch.manual_seed(4)
     model = _Pair()
     twin = _twin(model, _Pair)
@@ -447,25 +451,16 @@ def _parts(rank: int, world: int, how: str) -> dict[str, Any]:
         sharded = [first, zero.shard(model, new, stage=3)]
     for number in (3, 4, 5):
         norms.append((step(model, sharded, number, False), step(twin, plain, number, True)))
-    return {
+    said = {
         "norms": [mine == pytest.approx(theirs, rel=1e-3) for mine, theirs in norms],
         "same": _close(_whole(model), _whole(twin)),
         "dtensors": all(isinstance(param, DTensor) for param in model.parameters()),
     }
-
-
-HOWS = ("whole", "steps between", "parts", "made later")
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_two_optimizers_over_one_model(ranks: Ranks, how: str) -> None:
-    for said in ranks(f"parts {how}"):
-        assert all(said["norms"])
-        assert said["same"]
-        assert said["dtensors"]
+    assert all(said["norms"])
+    assert said["same"]
+    assert said["dtensors"]
 
 
 JOBS = [
     *(Job(f"blocks {name}", 2, _trained, (name,)) for name in MODELS),
-    *(Job(f"parts {how}", 2, _parts, (how,)) for how in HOWS),
 ]

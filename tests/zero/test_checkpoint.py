@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import (
     OTHERS,
@@ -128,7 +128,8 @@ def test_saved_on_three_loaded_on_any(name: str, ranks: Ranks) -> None:
         assert result["own"].startswith("RuntimeError: load_state_dict(): the ranks differ, first")
 
 
-def _taken_over(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_states_are_taken_over(rank: int, world: int) -> None:
     """An optimizer that has made steps, with a frozen parameter that has a state."""
     said: dict[str, Any] = {}
     models = [Given(SHAPES, LOW) for _ in range(2)]
@@ -153,15 +154,9 @@ def _taken_over(rank: int, world: int) -> dict[str, Any]:
     said["differ"] = differences(models[0].parameters(), models[1].parameters())
     saved = sharded.state_dict()
     said["unlike"] = _unlike(saved, optimizers[1].state_dict()) if rank == 0 else []
-    return said
-
-
-def test_states_are_taken_over(ranks: Ranks) -> None:
-    for said in ranks("taken over"):
-        assert said == {"left": 0, "differ": [], "unlike": []}
+    assert said == {"left": 0, "differ": [], "unlike": []}
 
 
 JOBS = [
     *(Job(f"saved: {name}", 3, _saved, (name,)) for name in NAMES),
-    Job("taken over", 2, _taken_over),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ import faststep
 from faststep import zero
 from faststep.optim.base import FusedOptimizer
 from faststep.run.optimizers import CLASSES
-from ranks import Job
+from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("AdamW", {"lr": 0.01, "amsgrad": True, "fused": True}),
@@ -74,7 +72,8 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
-def _beside_ddp(rank: int, world: int, name: str) -> dict[str, Any]:
+@on_ranks(2, name=CASES)
+def test_a_run_of_ddp_goes_on_sharded(rank: int, world: int, name: str) -> None:
     """The largest difference, after an unsharded run of two steps that is taken over."""
     kind, options = CASES[name]
     torchs = getattr(torch.optim, kind)
@@ -113,14 +112,8 @@ def _beside_ddp(rank: int, world: int, name: str) -> dict[str, Any]:
                     assert list(one) == list(other)
                     for key, value in other.items():
                         torch.testing.assert_close(one[key], value, rtol=1e-4, atol=1e-5)
-    return said
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_of_ddp_goes_on_sharded(name: str, ranks: Ranks) -> None:
-    for said in ranks(f"beside DDP: {name}"):
-        assert len(said) == 6
-        assert max(said.values()) < 1e-5, said
+    assert len(said) == 6
+    assert max(said.values()) < 1e-5, said
 
 
 def test_all_classes_of_the_package_are_sharded() -> None:
@@ -190,6 +183,3 @@ def test_classes_of_a_script(stage: Any) -> None:
             zero.shard(model, other(model.parameters()), stage=stage)
     with pytest.raises(TypeError, match="differentiable=True"):
         zero.shard(model, torch.optim.Adam(model.parameters(), differentiable=True), stage=stage)
-
-
-JOBS = [Job(f"beside DDP: {name}", 2, _beside_ddp, (name,)) for name in CASES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import differences
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 class _Net(nn.Module):
@@ -75,18 +73,11 @@ def _losses(rank: int, options: dict[str, Any]) -> tuple[list[float], nn.Module]
     return losses, inside
 
 
-def _compiled(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_compiled_models_have_the_bits_of_plain_ones(rank: int, world: int) -> None:
     expected, plain = _losses(rank, {})
     said = {}
     for case, options in CASES.items():
         losses, model = _losses(rank, options)
         said[case] = losses == expected, differences(plain.parameters(), model.parameters())
-    return said
-
-
-def test_compiled_models_have_the_bits_of_plain_ones(ranks: Ranks) -> None:
-    for said in ranks("compiled models"):
-        assert said == dict.fromkeys(CASES, (True, []))
-
-
-JOBS = [Job("compiled models", 2, _compiled)]
+    assert said == dict.fromkeys(CASES, (True, []))

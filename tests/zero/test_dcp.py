@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ranks import Job
+from ranks import on_ranks
 
 from .checkpoints import (
     LOW,
@@ -34,12 +33,12 @@ from .checkpoints import (
 from .common import SHAPES, Given, differences, grads_for, optimizer_of, states_differ
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 NAMES = ("AdamW", "momentum", "SGD", "Adagrad", "ASGD", "NAdam", "Rprop")
 UNUSED = ("AdamW", "RMSprop", "Adagrad")
 
 
-def _resharded(rank: int, world: int, name: str) -> list[str]:
+@on_ranks(3, name=NAMES)
+def test_saved_on_any_loaded_on_any(rank: int, world: int, name: str) -> None:
     """Every number of ranks loads what every other has saved, and so do unsharded runs."""
     warnings.simplefilter("ignore")
     groups: dict[int, Any] = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: None}
@@ -75,7 +74,7 @@ def _resharded(rank: int, world: int, name: str) -> list[str]:
                     if not torch.equal(value, new.state[b][key]):
                         wrong.append(f"{saved} in an unsharded run: {key}")
     remove(path)
-    return wrong
+    assert not wrong, wrong
 
 
 def _loaded_on(group: Any, name: str, path: Path, whole: Given, plain: Any) -> list[str]:
@@ -93,13 +92,8 @@ def _loaded_on(group: Any, name: str, path: Path, whole: Given, plain: Any) -> l
     return wrong + [f"p{n} after a step" for n in moved]
 
 
-@pytest.mark.jobs("resharded: {name}")
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_on_any_loaded_on_any(name: str, ranks: Ranks) -> None:
-    assert ranks(f"resharded: {name}") == [[], [], []]
-
-
-def _without_gathering(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_nothing_is_gathered(rank: int, world: int) -> None:
     """What save and load take: no whole state, and no memory beyond the slices."""
     path = shared_folder()
     model, sharded = made("AdamW", None)
@@ -123,18 +117,14 @@ def _without_gathering(rank: int, world: int) -> dict[str, Any]:
         "written": written / (2 * sum(p.nbytes for p in model.parameters())),
     }
     remove(path)
-    return said
+    assert said["keys"]
+    assert said["same memory"]
+    assert said["share"] < 0.6  # of a few chunks, on 3 ranks
+    assert said["written"] < 0.7
 
 
-def test_nothing_is_gathered(ranks: Ranks) -> None:
-    for said in ranks("without gathering"):
-        assert said["keys"]
-        assert said["same memory"]
-        assert said["share"] < 0.6  # of a few chunks, on 3 ranks
-        assert said["written"] < 0.7
-
-
-def _fresh(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_a_state_dict_before_the_first_step(rank: int, world: int) -> None:
     """An optimizer without states, before and after it was asked for its state dict."""
     said: dict[str, Any] = {}
     model, sharded = made("AdamW", None)
@@ -153,18 +143,14 @@ def _fresh(rank: int, world: int) -> dict[str, Any]:
     plain = optimizer_of("AdamW", whole.parameters())
     both_step(sharded, model, plain, whole, 1)
     said["goes on"] = differences(model.parameters(), whole.parameters())
-    return said
+    assert said == {
+        "steps": {0.0}, "zeros": True, "untouched": [], "grads": 0, "lr": 0.01, "left": 0,
+        "goes on": [],
+    }  # fmt: skip
 
 
-def test_a_state_dict_before_the_first_step(ranks: Ranks) -> None:
-    for said in ranks("fresh"):
-        assert said == {
-            "steps": {0.0}, "zeros": True, "untouched": [], "grads": 0, "lr": 0.01, "left": 0,
-            "goes on": [],
-        }  # fmt: skip
-
-
-def _unused(rank: int, world: int, name: str) -> list[str]:
+@on_ranks(2, name=UNUSED)
+def test_a_parameter_without_a_state(rank: int, world: int, name: str) -> None:
     """A parameter without a state, and one that is frozen."""
     path = shared_folder()
     wrong = []
@@ -189,15 +175,11 @@ def _unused(rank: int, world: int, name: str) -> list[str]:
         both_step(optimizer, one, reference, other, 2)
         wrong += [f"p{n}" for n in differences(one.parameters(), other.parameters())]
     remove(path)
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", UNUSED)
-def test_a_parameter_without_a_state(name: str, ranks: Ranks) -> None:
-    assert ranks(f"unused in a checkpoint: {name}") == [[], []]
-
-
-def _async_saved(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_async_save(rank: int, world: int) -> None:
     """Steps go on while a checkpoint is written, which has the states of its time."""
     path = shared_folder()
     wrong = []
@@ -219,17 +201,4 @@ def _async_saved(rank: int, world: int) -> list[str]:
     reference.load_state_dict(then)
     wrong += states_differ(ours, reference)
     remove(path)
-    return wrong
-
-
-def test_async_save(ranks: Ranks) -> None:
-    assert ranks("async save") == [[], []]
-
-
-JOBS = [
-    *(Job(f"resharded: {name}", 3, _resharded, (name,)) for name in NAMES),
-    Job("without gathering", 3, _without_gathering),
-    Job("fresh", 3, _fresh),
-    *(Job(f"unused in a checkpoint: {name}", 2, _unused, (name,)) for name in UNUSED),
-    Job("async save", 2, _async_saved),
-]
+    assert not wrong, wrong

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .checkpoints import (
     LOW,
@@ -34,11 +34,11 @@ from .checkpoints import (
 from .common import SHAPES, Given, optimizer_of, states_differ
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 WHOLE = ("AdamW", "ASGD", "NAdam", "Adagrad")
 
 
-def _whole_states(rank: int, world: int, name: str) -> list[str]:
+@on_ranks(2, name=WHOLE)
+def test_full_state_dicts(rank: int, world: int, name: str) -> None:
     """StateDictOptions(full_state_dict=True), with and without rank 0 as the only one."""
     wrong = []
     whole = Given(SHAPES, LOW)
@@ -66,7 +66,7 @@ def _whole_states(rank: int, world: int, name: str) -> list[str]:
             # torch broadcasts the memory of a channels_last tensor into a contiguous one
             if not (first_only and text.startswith("p5"))
         ]
-    return wrong
+    assert not wrong, wrong
 
 
 def _unlike(found: Any, expected: Any) -> list[str]:
@@ -80,11 +80,6 @@ def _unlike(found: Any, expected: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_full_state_dicts(name: str, ranks: Ranks) -> None:
-    assert ranks(f"full state dicts: {name}") == [[], []]
-
-
 def _error(work: Callable[[], object]) -> str:
     try:
         work()
@@ -93,7 +88,8 @@ def _error(work: Callable[[], object]) -> str:
     return "no error"
 
 
-def _refused(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_what_slices_cannot_do(rank: int, world: int) -> None:
     said: dict[str, Any] = {}
     path = shared_folder()
     model, sharded = made("AdamW", None)
@@ -122,20 +118,15 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
     if first.part is not None:
         said["pickled"] = torch.equal(again.part[1], first.part[1])
     remove(path)
-    return said
-
-
-def test_what_slices_cannot_do(ranks: Ranks) -> None:
-    for said in ranks("refused states"):
-        assert "'p0'" in said["repr"]
-        for name in ("sum", "copy", "writer"):
-            assert "this rank has a slice of it" in said[name], said[name]
-        assert said["other slices"].startswith("RuntimeError: load_state_dict(): "), said
-        assert "other slices" in said["other slices"]
-        assert "'p0'" in said["shape"], said["shape"]
-        assert "(3, 3)" in said["shape"]
-        assert said["kept"]
-        assert said["pickled"]
+    assert "'p0'" in said["repr"]
+    for name in ("sum", "copy", "writer"):
+        assert "this rank has a slice of it" in said[name], said[name]
+    assert said["other slices"].startswith("RuntimeError: load_state_dict(): "), said
+    assert "other slices" in said["other slices"]
+    assert "'p0'" in said["shape"], said["shape"]
+    assert "(3, 3)" in said["shape"]
+    assert said["kept"]
+    assert said["pickled"]
 
 
 class _FailingWriter(dcp.FileSystemWriter):
@@ -146,7 +137,8 @@ class _FailingWriter(dcp.FileSystemWriter):
         raise OSError("planted")
 
 
-def _interrupted(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_save_that_fails_leaves_the_last_checkpoint(rank: int, world: int) -> None:
     """What docs/sharding.md does: save beside the last checkpoint, then rename."""
     path = shared_folder()
     whole = Given(SHAPES, LOW)
@@ -169,14 +161,11 @@ def _interrupted(rank: int, world: int) -> list[str]:
     load(new, ours, path / "first")
     wrong += states_differ(ours, plain)
     remove(path)
-    return wrong
+    assert not wrong, wrong
 
 
-def test_a_save_that_fails_leaves_the_last_checkpoint(ranks: Ranks) -> None:
-    assert ranks("interrupted save") == [[], []]
-
-
-def _as_stateful(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_the_optimizer_as_a_stateful_and_other_stages(rank: int, world: int) -> None:
     """The optimizer itself in what is saved, and stage 3, whose files stage 2 loads."""
     path = shared_folder()
     wrong = []
@@ -208,16 +197,4 @@ def _as_stateful(rank: int, world: int) -> list[str]:
         if not torch.equal(entry["exp_avg"].full_tensor(), kept[name]):
             wrong.append(name)
     remove(path)
-    return wrong
-
-
-def test_the_optimizer_as_a_stateful_and_other_stages(ranks: Ranks) -> None:
-    assert ranks("as stateful") == [[], []]
-
-
-JOBS = [
-    *(Job(f"full state dicts: {name}", 2, _whole_states, (name,)) for name in WHOLE),
-    Job("refused states", 2, _refused),
-    Job("interrupted save", 2, _interrupted),
-    Job("as stateful", 2, _as_stateful),
-]
+    assert not wrong, wrong

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from faststep import zero
 from faststep.zero.hooks.unowned import Unowned
-from ranks import Job
+from ranks import on_ranks
 
 from .beside_ddp import Run, Table, whole
 from .common import error_of
@@ -267,14 +267,14 @@ TABLE = Table(
 )
 
 
-@pytest.mark.jobs("groups: {name} on {world}")
 @pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"groups: {name} on {world}"):
         TABLE.check(said, name)
 
 
-def _refused(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_what_is_refused(rank: int, world: int) -> None:
     said: dict[str, Any] = {}
 
     def fresh(**options: Any) -> tuple[_Net, Any]:
@@ -297,16 +297,11 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
     optimizer.param_groups[0]["params"].extend(model.blocks[0].parameters())
     model.blocks[0].requires_grad_(rank == 0)
     said["unfrozen on one"] = error_of(lambda: model(torch.ones(2, 40)).sum().backward())
-    return said
-
-
-def test_what_is_refused(ranks: Ranks) -> None:
-    for said in ranks("refused groups"):
-        assert said["twice"] == said["twice by torch"]
-        assert "not in the model" in said["not in the model"]
-        assert said["groups"] == 1
-        for name in ("differ", "unfrozen on one"):
-            assert "new parameters: the ranks differ" in said[name], said[name]
+    assert said["twice"] == said["twice by torch"]
+    assert "not in the model" in said["not in the model"]
+    assert said["groups"] == 1
+    for name in ("differ", "unfrozen on one"):
+        assert "new parameters: the ranks differ" in said[name], said[name]
 
 
 def test_a_parameter_that_is_taken_over_leaves_no_mark() -> None:
@@ -322,7 +317,4 @@ def test_a_parameter_that_is_taken_over_leaves_no_mark() -> None:
     assert unowned.ids() == {id(stays)}
 
 
-JOBS = [
-    *TABLE.jobs(),
-    Job("refused groups", 2, _refused),
-]
+JOBS = TABLE.jobs()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -51,7 +51,8 @@ def _step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
 
 
-def _other_strides(rank: int, world: int, stage: Any) -> dict[str, Any]:
+@on_ranks(2, stage=(1, 2))
+def test_a_memory_format_that_is_set_later(rank: int, world: int, stage: Any) -> None:
     """A model whose parameters get another memory format after some steps."""
     model = _net()
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage=stage)
@@ -64,14 +65,9 @@ def _other_strides(rank: int, world: int, stage: Any) -> dict[str, Any]:
     _step(model, optimizer, rank, 1)
     model.to(memory_format=torch.channels_last)
     _step(model, optimizer, rank, 2)
-    return {"states": all(states), "distance": _distance(model, _whole(world, 3))}
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_memory_format_that_is_set_later(stage: int, ranks: Ranks) -> None:
-    for said in ranks(f"other strides, stage {stage}"):
-        assert said["states"]
-        assert said["distance"] < 1e-6
+    said = {"states": all(states), "distance": _distance(model, _whole(world, 3))}
+    assert said["states"]
+    assert said["distance"] < 1e-6
 
 
 def _strides_differ(rank: int, world: int) -> str:
@@ -91,7 +87,8 @@ def test_ranks_with_other_strides_are_told_so(ranks: Ranks) -> None:
         assert "'0.weight'" in said
 
 
-def _grad_in_between(rank: int, world: int) -> dict[str, float]:
+@on_ranks(2)
+def test_autograd_grad_between_backward_and_step(rank: int, world: int) -> None:
     """torch.autograd.grad after backward calls hooks of parameters, and adds to no `.grad`."""
     distances = {}
     for wrapped in (False, True):
@@ -104,12 +101,7 @@ def _grad_in_between(rank: int, world: int) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
         distances[f"wrapped {wrapped}"] = _distance(inside, _whole(world, 2))
-    return distances
-
-
-def test_autograd_grad_between_backward_and_step(ranks: Ranks) -> None:
-    for said in ranks("grad in between"):
-        assert max(said.values()) < 1e-6, said
+    assert max(distances.values()) < 1e-6, distances
 
 
 class _TiedBlocks(nn.Module):
@@ -134,7 +126,8 @@ def test_stage_3_does_not_part_tied_parameters(ranks: Ranks) -> None:
         assert tied == "True"
 
 
-def _loaded_on_the_way(rank: int, world: int) -> list[bool]:
+@on_ranks(2)
+def test_loading_waits_for_what_arrives(rank: int, world: int) -> None:
     """Parameters that are loaded while others still arrive."""
     model = _net()
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), gather="forward")
@@ -148,15 +141,11 @@ def _loaded_on_the_way(rank: int, world: int) -> list[bool]:
         load()
         optimizer.wait()
         quiet.append(torch.equal(model[3].weight, saved["3.weight"]))
-    return quiet
+    assert quiet == [True] * 4, quiet
 
 
-def test_loading_waits_for_what_arrives(ranks: Ranks) -> None:
-    for said in ranks("loaded on the way"):
-        assert said == [True] * 4
-
-
-def _options_differ(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_with_other_arguments_are_told_so(rank: int, world: int) -> None:
     said = []
     for options in ({"stage": 1 + rank}, {"bucket_mb": 1 + rank}, {"max_grad_norm": 1.0 + rank}):
         model = _net()
@@ -165,22 +154,13 @@ def _options_differ(rank: int, world: int) -> list[str]:
             said.append("no error")
         except RuntimeError as error:
             said.append(str(error))
-    return said
-
-
-def test_ranks_with_other_arguments_are_told_so(ranks: Ranks) -> None:
-    for said in ranks("options differ"):
-        names = ("stage 2", "bucket_mb 2.0", "max_grad_norm 2.0")
-        for text, name in zip(said, names, strict=True):
-            assert text.startswith("shard(): the ranks differ")
-            assert name in text
+    names = ("stage 2", "bucket_mb 2.0", "max_grad_norm 2.0")
+    for text, name in zip(said, names, strict=True):
+        assert text.startswith("shard(): the ranks differ")
+        assert name in text
 
 
 JOBS = [
-    Job("grad in between", 2, _grad_in_between),
     Job("tied blocks", 2, _tied_blocks),
-    Job("loaded on the way", 2, _loaded_on_the_way),
-    Job("options differ", 2, _options_differ),
-    *(Job(f"other strides, stage {stage}", 2, _other_strides, (stage,)) for stage in (1, 2)),
     Job("strides differ", 2, _strides_differ),
 ]

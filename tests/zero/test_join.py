@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import differences, error_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 def _model() -> nn.Sequential:
@@ -59,20 +57,18 @@ def _train(rank: int, how: str) -> nn.Module:
     return inside
 
 
-def _uneven(rank: int, world: int) -> dict[str, list[int]]:
+@on_ranks(2)
+def test_uneven_inputs_have_the_bits_of_ddp(rank: int, world: int) -> None:
     expected = _train(rank, "ddp")
-    return {
+    said = {
         how: differences(expected.parameters(), _train(rank, how).parameters())
         for how in ("plain", "stage 1", "forward", "wrapped")
     }
+    assert said == {"plain": [], "stage 1": [], "forward": [], "wrapped": []}
 
 
-def test_uneven_inputs_have_the_bits_of_ddp(ranks: Ranks) -> None:
-    for said in ranks("uneven inputs"):
-        assert said == {"plain": [], "stage 1": [], "forward": [], "wrapped": []}
-
-
-def _refused(rank: int, world: int) -> dict[str, str]:
+@on_ranks(2)
+def test_what_join_does_not_take(rank: int, world: int) -> None:
     said = {}
     model = _model()
     optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=0.1))
@@ -108,18 +104,10 @@ def _refused(rank: int, world: int) -> dict[str, str]:
                 early.zero_grad()
 
     said["early"] = error_of(ends_early)
-    return said
-
-
-def test_what_join_does_not_take(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks("refused in join")):
-        for name in ("clip", "scaler", "unscale"):
-            assert "clip with max_grad_norm=" in said[name], said[name]
-        assert "a step without a backward pass inside of" in said["bare step"]
-        assert "only one backward pass per step" in said["second"]
-        assert "Join([model, optimizer])" in said["order"]
-        assert "fully_shard communicates in forward" in said["stage 3"]
-        assert ("exhausted all inputs" if rank == 0 else "at least one rank") in said["early"]
-
-
-JOBS = [Job("uneven inputs", 2, _uneven), Job("refused in join", 2, _refused)]
+    for name in ("clip", "scaler", "unscale"):
+        assert "clip with max_grad_norm=" in said[name], said[name]
+    assert "a step without a backward pass inside of" in said["bare step"]
+    assert "only one backward pass per step" in said["second"]
+    assert "Join([model, optimizer])" in said["order"]
+    assert "fully_shard communicates in forward" in said["stage 3"]
+    assert ("exhausted all inputs" if rank == 0 else "at least one rank") in said["early"]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import faststep
 from faststep import zero
 from faststep.optim.masters import MASTER
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, follow, step_whole, unlike, wide_of
@@ -78,7 +78,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.jobs("masters: {name}")
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_rounded_fp32_parameters(name: str, ranks: Ranks) -> None:
     assert ranks(f"masters: {name}") == [[]] * CASES[name][0]
@@ -105,7 +104,7 @@ def _memory(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_memory_and_ranks_that_differ(ranks: Ranks) -> None:
-    results = ranks("memory of masters")
+    results = ranks("masters: memory")
     for said in results:
         assert said["bf16"] == pytest.approx(6 / 2, rel=0.05)
         assert said["fp32"] == pytest.approx(2 / 2, rel=0.05)
@@ -180,7 +179,8 @@ def test_operators_of_torch_know_no_masters() -> None:
     assert not optimizer.state
 
 
-def _many(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_micro_batches_add_up_in_fp32(rank: int, world: int) -> None:
     """512 backward passes of 1/512, which bf16 sums would stop to count at 0.5."""
     said = {}
     for stage, how in ((1, "each"), (2, "each"), (1, "accumulate"), (2, "accumulate")):
@@ -205,18 +205,12 @@ def _many(rank: int, world: int) -> dict[str, Any]:
             for b, p in zip(before, model.parameters(), strict=True)
         ]
         said[f"{how} {stage}"] = max(moved), float(norm)
-    return said
-
-
-def test_micro_batches_add_up_in_fp32(ranks: Ranks) -> None:
-    for said in ranks("many masters"):
-        for moved, norm in said.values():
-            assert moved < 0.01, said
-            assert norm == pytest.approx(72**0.5, rel=4e-3)
+    for moved, norm in said.values():
+        assert moved < 0.01, said
+        assert norm == pytest.approx(72**0.5, rel=4e-3)
 
 
 JOBS = [
-    Job("many masters", 2, _many),
     *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
-    Job("memory of masters", 2, _memory),
+    Job("masters: memory", 2, _memory),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ from torch.distributed.tensor import distribute_tensor
 import faststep
 from faststep import zero
 from faststep.optim.masters import MASTER
-from ranks import Job
+from ranks import on_ranks
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, step_whole, unlike, wide_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 NAMES = ("AdamW", "SGD", "momentum", "Lion", *OTHERS)
 
 
@@ -57,7 +55,8 @@ def _as_shard(optimizer: Any) -> Any:
     return optimizer
 
 
-def _moved(rank: int, world: int, name: str) -> list[str]:
+@on_ranks(3, name=NAMES)
+def test_masters_move(rank: int, world: int, name: str) -> None:
     warnings.simplefilter("ignore")
     model = Given(SHAPES, DTYPES)
     whole = wide_of(model)
@@ -103,16 +102,11 @@ def _moved(rank: int, world: int, name: str) -> list[str]:
         found = unlike(_as_shard(back), new, new_whole, theirs)
         wrong += [f"back by {how}: {text}" for text in found]
     remove(path)
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.jobs("masters moved: {name}")
-@pytest.mark.parametrize("name", NAMES)
-def test_masters_move(name: str, ranks: Ranks) -> None:
-    assert ranks(f"masters moved: {name}") == [[], [], []]
-
-
-def _begun(rank: int, world: int, name: str) -> list[str]:
+@on_ranks(2, name=("AdamW", "momentum", "Adadelta"))
+def test_masters_begin_when_sharded(rank: int, world: int, name: str) -> None:
     """An optimizer without masters, whose states are fp32 from shard() on."""
     model = Given(SHAPES, DTYPES)
     optimizer = optimizer_of(name, model.parameters())
@@ -123,15 +117,12 @@ def _begun(rank: int, world: int, name: str) -> list[str]:
     sharded = zero.shard(model, optimizer, bucket_mb=0.1, master_weights="fp32")
     for seed in (3, 4):
         _both_step(sharded, model, whole, reference, world, seed)
-    return unlike(sharded, model, whole, reference)
+    found = unlike(sharded, model, whole, reference)
+    assert not found, found
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum", "Adadelta"])
-def test_masters_begin_when_sharded(name: str, ranks: Ranks) -> None:
-    assert ranks(f"masters begun: {name}") == [[], []]
-
-
-def _said_twice(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_what_counts(rank: int, world: int) -> None:
     """What `master_weights` of the optimizer and of shard() say together."""
     said = {}
     for own in (True, False):
@@ -144,16 +135,12 @@ def _said_twice(rank: int, world: int) -> dict[str, Any]:
             sharded.step()
             kept = {MASTER in s for p, s in sharded.state.items() if p.dtype == torch.bfloat16}
             said[own, asked] = kept
-    return said
+    for (own, asked), kept in said.items():
+        assert kept == {own if asked is None else bool(asked)}, (own, asked)
 
 
-def test_what_counts(ranks: Ranks) -> None:
-    for said in ranks("masters said twice"):
-        for (own, asked), kept in said.items():
-            assert kept == {own if asked is None else bool(asked)}, (own, asked)
-
-
-def _stage_3(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_stage_3(rank: int, world: int) -> None:
     """DTensors in bf16: from one process with masters, and from one without, whose states widen."""
     said: dict[str, Any] = {}
     for name in ("AdamW", "momentum", "NAdam", "Adagrad"):
@@ -191,12 +178,7 @@ def _stage_3(rank: int, world: int) -> dict[str, Any]:
                 )
                 if not torch.equal(sharded.state[param][MASTER].full_tensor(), copied)
             ]
-    return said
-
-
-def test_stage_3(ranks: Ranks) -> None:
-    for said in ranks("masters at stage 3"):
-        assert set(map(tuple, said.values())) == {()}, said
+    assert set(map(tuple, said.values())) == {()}, said
 
 
 def test_other_values_are_refused() -> None:
@@ -205,14 +187,3 @@ def test_other_values_are_refused() -> None:
     for value in ("bf16", 1.5, "True"):
         with pytest.raises(ValueError, match='master_weights must be True, False, "fp32" or'):
             zero.shard(model, optimizer, master_weights=value)  # type: ignore[arg-type]
-
-
-JOBS = [
-    *(Job(f"masters moved: {name}", 3, _moved, (name,)) for name in NAMES),
-    *(
-        Job(f"masters begun: {name}", 2, _begun, (name,))
-        for name in ("AdamW", "momentum", "Adadelta")
-    ),
-    Job("masters said twice", 2, _said_twice),
-    Job("masters at stage 3", 2, _stage_3),
-]

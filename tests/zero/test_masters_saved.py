@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import faststep
 from faststep import zero
 from faststep.optim.masters import MASTER
-from ranks import Job
+from ranks import on_ranks
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, step_whole, unlike, wide_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 NAMES = ("AdamW", "SGD", *OTHERS)
 
 
@@ -63,7 +62,8 @@ def _as_unsharded(rank: int, saved: dict[str, Any], reference: Any) -> list[str]
     return wrong
 
 
-def _saved(rank: int, world: int, name: str) -> list[str]:
+@on_ranks(3, name=NAMES)
+def test_saved_on_three_loaded_on_any(rank: int, world: int, name: str) -> None:
     """state_dict() of three ranks on one, two and three, by itself and by torch's checkpoints."""
     warnings.simplefilter("ignore")
     groups: dict[int, Any] = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: None}
@@ -93,16 +93,11 @@ def _saved(rank: int, world: int, name: str) -> list[str]:
             found += unlike(other, new, wide, theirs)
             wrong += [f"{how} on {count}: {text}" for text in found]
     remove(path)
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.jobs("masters saved: {name}")
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_on_three_loaded_on_any(name: str, ranks: Ranks) -> None:
-    assert ranks(f"masters saved: {name}") == [[], [], []]
-
-
-def _without_masters(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_loading_between_runs_with_and_without(rank: int, world: int) -> None:
     """States of runs that kept no masters, and masters in runs that keep none."""
     warnings.simplefilter("ignore")
     path = shared_folder()
@@ -149,19 +144,8 @@ def _without_masters(rank: int, world: int) -> dict[str, Any]:
                 for key in (MASTER, "exp_avg")
             }
     remove(path)
-    return said
-
-
-def test_loading_between_runs_with_and_without(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks("without masters")):
-        assert said["dict"] == said["torch"] == said["taken over"] == []
-        for count in range(rank + 1, 3):
-            dropped = said[f"dropped on {count}"]
-            assert dropped[MASTER] == set()
-            assert torch.bfloat16 in dropped["exp_avg"]
-
-
-JOBS = [
-    *(Job(f"masters saved: {name}", 3, _saved, (name,)) for name in NAMES),
-    Job("without masters", 2, _without_masters),
-]
+    assert said["dict"] == said["torch"] == said["taken over"] == []
+    for count in range(rank + 1, 3):
+        dropped = said[f"dropped on {count}"]
+        assert dropped[MASTER] == set()
+        assert torch.bfloat16 in dropped["exp_avg"]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import Given, differences, grads_for
 
@@ -164,7 +164,8 @@ def test_whoever_calls_hears_who_is_missing(ranks: Ranks) -> None:
     assert "parameter group" in found[2]["other"][0]
 
 
-def _shard_alone(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_shard_on_one_rank(rank: int, world: int) -> None:
     """`shard` itself, on one rank alone, at each stage, then on all."""
     said: dict[str, Any] = {}
     for stage in (1, 2, 3):
@@ -174,19 +175,15 @@ def _shard_alone(rank: int, world: int) -> dict[str, Any]:
         said[f"alone {stage}"] = _error(shard) if rank == 1 else None
         dist.barrier()
         said[f"all {stage}"] = _error(shard)
-    return said
+    for stage in (1, 2, 3):
+        alone = said[f"alone {stage}"]
+        text = "rank 1: all ranks must call shard() together, and ranks 0, 2 did not within"
+        assert (alone is None) if rank != 1 else alone[0].startswith(text)
+        assert said[f"all {stage}"] == ("no error", True)
 
 
-def test_shard_on_one_rank(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks("shard alone")):
-        for stage in (1, 2, 3):
-            alone = said[f"alone {stage}"]
-            text = "rank 1: all ranks must call shard() together, and ranks 0, 2 did not within"
-            assert (alone is None) if rank != 1 else alone[0].startswith(text)
-            assert said[f"all {stage}"] == ("no error", True)
-
-
-def _replicas(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_a_node_that_calls_alone(rank: int, world: int) -> None:
     """Two nodes of two ranks."""
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
@@ -194,24 +191,18 @@ def _replicas(rank: int, world: int) -> dict[str, Any]:
     model, optimizer, said = _train(rank, between=_save_on((0, 1), rank), **options)
     plain, *_ = _train(rank, **options)
     after = _error(optimizer.state_dict)
-    return {
+    said = {
         "said": said[0],
         "differ": differences(model.parameters(), plain.parameters()),
         "after": after,
     }
-
-
-def test_a_node_that_calls_alone(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks("replicas alone")):
-        text = "rank 0: all ranks must call state_dict() together, and rank 1 did not within"
-        assert (said["said"] is None) if rank > 1 else said["said"][0].startswith(text)
-        assert said["differ"] == []
-        assert said["after"] == ("no error", True)
+    text = "rank 0: all ranks must call state_dict() together, and rank 1 did not within"
+    assert (said["said"] is None) if rank > 1 else said["said"][0].startswith(text)
+    assert said["differ"] == []
+    assert said["after"] == ("no error", True)
 
 
 JOBS = [
     *(Job(f"alone {case}", 3, _alone, (options,)) for case, options in CASES.items()),
     Job("some", 3, _some),
-    Job("shard alone", 3, _shard_alone),
-    Job("replicas alone", 4, _replicas),
 ]

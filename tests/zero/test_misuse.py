@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import Given, differences, error_of, grads_for
 
@@ -41,7 +41,8 @@ def _is_freed() -> bool:
     return all(one() is None for one in gone) and "the optimizer that had this" in said
 
 
-def _misused(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_misuse(rank: int, world: int) -> None:
     said: dict[str, Any] = {}
     model = Given([(50, 3), (4,)], [torch.float32])
     first = torch.optim.AdamW(model.parameters())
@@ -69,30 +70,25 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     )
     said["sums"] = error_of(lambda: faststep.accumulate(optimizer, 2, dtype=torch.float32))
     said["release"] = error_of(lambda: faststep.release_gradients(optimizer))
-    return said
-
-
-def test_misuse(ranks: Ranks) -> None:
-    for said in ranks("misused"):
-        assert "p0" in said.pop("repr")
-        assert said.pop("alive")
-        assert said.pop("unchanged") == []
-        assert said.pop("no gradient") == "no error"
-        expected = {
-            "first": "RuntimeError: this AdamW was replaced by what faststep.zero.shard() returned",
-            "pickle": "TypeError: a sharded optimizer cannot be pickled",
-            "twice": "TypeError: shard(): this optimizer is sharded already",
-            "kind": "TypeError: shard() takes ASGD",
-            "stage": "ValueError: stage must be 1, 2 or 3",
-            "strange": "ValueError: shard(): 2 parameters of the optimizer are not in the model",
-            "hook": "TypeError: shard(): the DistributedDataParallel model has a communication",
-            "several": "TypeError: accumulate() takes a sharded optimizer alone",
-            "sums": "TypeError: accumulate() with dtype= of a sharded optimizer needs",
-            "release": "TypeError: ",
-        }
-        for name, start in expected.items():
-            assert said.pop(name).startswith(start), name
-        assert said == {}
+    assert "p0" in said.pop("repr")
+    assert said.pop("alive")
+    assert said.pop("unchanged") == []
+    assert said.pop("no gradient") == "no error"
+    expected = {
+        "first": "RuntimeError: this AdamW was replaced by what faststep.zero.shard() returned",
+        "pickle": "TypeError: a sharded optimizer cannot be pickled",
+        "twice": "TypeError: shard(): this optimizer is sharded already",
+        "kind": "TypeError: shard() takes ASGD",
+        "stage": "ValueError: stage must be 1, 2 or 3",
+        "strange": "ValueError: shard(): 2 parameters of the optimizer are not in the model",
+        "hook": "TypeError: shard(): the DistributedDataParallel model has a communication",
+        "several": "TypeError: accumulate() takes a sharded optimizer alone",
+        "sums": "TypeError: accumulate() with dtype= of a sharded optimizer needs",
+        "release": "TypeError: ",
+    }
+    for name, start in expected.items():
+        assert said.pop(name).startswith(start), name
+    assert said == {}
 
 
 def _mismatched(rank: int, world: int) -> dict[str, str]:
@@ -201,7 +197,8 @@ def test_odd_models(ranks: Ranks) -> None:
         assert said["swapped"][1] == [5.0, 5.0]
 
 
-def _dropped(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_gradient_dropped_on_one_rank(rank: int, world: int) -> None:
     """A gradient that the first rank alone sets to None, and one that all do."""
     model = Given([(50, 3), (4,)], [torch.float32])
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0)
@@ -219,19 +216,15 @@ def _dropped(rank: int, world: int) -> dict[str, Any]:
     said["moved"] = [
         not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
     ]
-    return said
+    for call in ("step", "clip"):
+        assert "the ranks had gradients of different parameters" in said[call]
+    assert said["same"]
+    assert said["alike"] == "no error"
+    assert said["moved"] == [True, False]
 
 
-def test_a_gradient_dropped_on_one_rank(ranks: Ranks) -> None:
-    for said in ranks("dropped"):
-        for call in ("step", "clip"):
-            assert "the ranks had gradients of different parameters" in said[call]
-        assert said["same"]
-        assert said["alike"] == "no error"
-        assert said["moved"] == [True, False]
-
-
-def _stage_three(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_gradients_of_different_parameters_at_stage_three(rank: int, world: int) -> None:
     """Each rank uses a layer of its own; fully_shard adds their gradients up, as sizes fit."""
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(world)))
     optimizer = zero.shard(layers, torch.optim.SGD(layers.parameters(), lr=0.1), stage=3, blocks=[])
@@ -254,25 +247,17 @@ def _stage_three(rank: int, world: int) -> dict[str, Any]:
     empty = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))])
     given = torch.optim.SGD(empty.parameters(), lr=0.1)
     said["empty"] = error_of(lambda: zero.shard(empty, given, stage=3, blocks=[]))
-    return said
-
-
-def test_gradients_of_different_parameters_at_stage_three(ranks: Ranks) -> None:
-    for said in ranks("stage three, misused"):
-        assert "the ranks differ" in said["differ"]
-        assert "'0.weight' with a gradient" in said["differ"]
-        assert "'0.weight' without a gradient" in said["differ"]
-        assert "nothing was updated" in said["differ"]
-        assert "rank 0 has '1.bias' with a gradient, in group 1; rank 1 has " in said["groups"]
-        assert said["same"]
-        assert said["alike"] == "no error"
-        assert "parameter '1' has no elements" in said["empty"]
+    assert "the ranks differ" in said["differ"]
+    assert "'0.weight' with a gradient" in said["differ"]
+    assert "'0.weight' without a gradient" in said["differ"]
+    assert "nothing was updated" in said["differ"]
+    assert "rank 0 has '1.bias' with a gradient, in group 1; rank 1 has " in said["groups"]
+    assert said["same"]
+    assert said["alike"] == "no error"
+    assert "parameter '1' has no elements" in said["empty"]
 
 
 JOBS = [
-    Job("misused", 2, _misused),
     Job("mismatched", 3, _mismatched),
     Job("odd", 2, _odd),
-    Job("dropped", 2, _dropped),
-    Job("stage three, misused", 2, _stage_three),
 ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -20,7 +20,8 @@ Ranks = Callable[[str], list[Any]]
 SHAPES = [(300, 70), (70,), (20000,), (5, 5)]
 
 
-def _two_models(rank: int, world: int, wrapped: bool) -> list[str]:
+@on_ranks(2, wrapped=(False, True))
+def test_two_models_in_one_backward(rank: int, world: int, wrapped: bool) -> None:
     """One backward of two models, which each rank reaches in another order."""
     models = [Given(SHAPES, [torch.float32]) for _ in range(2)]
     wholes = [Given(SHAPES, [torch.float32]) for _ in range(2)]
@@ -50,12 +51,7 @@ def _two_models(rank: int, world: int, wrapped: bool) -> list[str]:
             optimizer.zero_grad()
             moved = differences(models[number].parameters(), wholes[number].parameters())
             wrong += [f"step {step}, model {number}: p{n}" for n in moved]
-    return wrong
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_two_models_in_one_backward(wrapped: bool, ranks: Ranks) -> None:
-    assert ranks(f"two models, wrapped {wrapped}") == [[], []]
+    assert not wrong, wrong
 
 
 def _one_group(rank: int, world: int) -> str:
@@ -85,7 +81,8 @@ def test_two_models_over_one_group(ranks: Ranks) -> None:
         assert "sharded over the same process_group" in text
 
 
-def _connections(rank: int, world: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_connections_go_with_the_model(rank: int, world: int) -> None:
     """Process groups that are left when sharded models are gone."""
     known = dist.distributed_c10d._world.pg_map
     before = len(known)
@@ -98,15 +95,10 @@ def _connections(rank: int, world: int) -> tuple[int, int]:
         dist.barrier()
         del model, optimizer
         __import__("gc").collect()
-    return during - before, len(known) - before
-
-
-def test_connections_go_with_the_model(ranks: Ranks) -> None:
-    assert ranks("connections") == [(1, 0), (1, 0)]
+    found = during - before, len(known) - before
+    assert found == (1, 0), found
 
 
 JOBS = [
-    *(Job(f"two models, wrapped {w}", 2, _two_models, (w,)) for w in (False, True)),
     Job("two models, one group", 3, _one_group),
-    Job("connections", 2, _connections),
 ]

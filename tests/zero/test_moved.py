@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import Given, grads_for, optimizer_of
 from .rounded import follow, step_whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(40, 50), (40, 50), (3,), (40, 50), (33000,), (0, 4), (), (5, 4, 3, 3)]
 Kept = dict[str, Any]
 
@@ -135,7 +133,8 @@ def _kept(kept: Kept) -> list[Tensor]:
     return [value.clone() for value in values]
 
 
-def _run(rank: int, world: int, act: str, how: str) -> dict[str, Any]:
+@on_ranks(2, act=ACTS, how=HOWS)
+def test_moved_parameters(rank: int, world: int, act: str, how: str) -> None:
     options = HOWS[how]
     dtype = torch.bfloat16 if options.get("master_weights") else torch.float32
     model, mirror, other, other_mirror = (Given(SHAPES, [dtype]) for _ in range(4))
@@ -190,18 +189,7 @@ def _run(rank: int, world: int, act: str, how: str) -> dict[str, Any]:
     said["shared"], said["wanted"] = (
         [p.is_shared() for p in one.parameters()] for one in (model, mirror)
     )
-    return said
-
-
-@pytest.mark.jobs("moved: {act}, {how}")
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("act", ACTS)
-def test_moved_parameters(act: str, how: str, ranks: Ranks) -> None:
-    for said in ranks(f"moved: {act}, {how}"):
-        assert said["wrong"] == []
-        assert said["states"] == []
-        if act in ("shown", "scaled"):
-            assert said["places"] == 1
-
-
-JOBS = [Job(f"moved: {act}, {how}", 2, _run, (act, how)) for act in ACTS for how in HOWS]
+    assert said["wrong"] == []
+    assert said["states"] == []
+    if act in ("shown", "scaled"):
+        assert said["places"] == 1

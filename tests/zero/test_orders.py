@@ -16,7 +16,7 @@ import faststep
 from faststep import zero
 from faststep.zero.hooks import reducer
 from faststep.zero.hooks.gradient_buckets import GradientBucket
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -94,7 +94,8 @@ class _Checkpointed(nn.Module):
         return x
 
 
-def _checkpointed(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_checkpoints_of_both_kinds(rank: int, world: int) -> None:
     wrong = []
     results = {}
     for how in ("none", "not reentrant", "reentrant", "all reentrant"):
@@ -109,14 +110,11 @@ def _checkpointed(rank: int, world: int) -> list[str]:
             optimizer.zero_grad()
         results[how] = list(model.parameters())
         wrong += [f"{how}: p{n}" for n in differences(results["none"], results[how])]
-    return wrong
+    assert not wrong, wrong
 
 
-def test_checkpoints_of_both_kinds(ranks: Ranks) -> None:
-    assert ranks("checkpointed") == [[], []]
-
-
-def _several(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_several_backward_passes(rank: int, world: int) -> None:
     """Two losses, a failed backward, and gradients of a part of the model."""
     model = Given(SHAPES, [torch.float32])
     optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=1.0), bucket_mb=0.02)
@@ -145,16 +143,11 @@ def _several(rank: int, world: int) -> dict[str, Any]:
     said["torch.autograd.grad"] = torch.equal(
         torch.autograd.grad(loss, inputs)[0], grads_for(model, 4)[0]
     )
-    return said
+    assert said == {"two losses": [], "after a failure": [], "torch.autograd.grad": True}
 
 
 def _raise(_: Tensor) -> None:
     raise ValueError("planted")
-
-
-def test_several_backward_passes(ranks: Ranks) -> None:
-    for said in ranks("several"):
-        assert said == {"two losses": [], "after a failure": [], "torch.autograd.grad": True}
 
 
 def _half(rank: int, world: int, stage: Any) -> dict[str, Any]:
@@ -195,7 +188,5 @@ def test_a_step_after_a_backward_that_failed(ranks: Ranks) -> None:
 JOBS = [
     Job("orders", 3, _orders, (2**25,)),
     Job("orders, one bucket at a time", 3, _orders, (0,)),
-    Job("checkpointed", 2, _checkpointed),
-    Job("several", 2, _several),
     *(Job(f"half, stage {stage}", 2, _half, (stage,)) for stage in (1, 2)),
 ]

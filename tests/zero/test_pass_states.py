@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
 from faststep.zero.hooks.gradients import State
-from ranks import Job
+from ranks import on_ranks
 
 from .common import Given
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(300,), (20, 30), (7,), (2000,), (9, 9)]
 ERROR = "a backward pass has failed"
 N, C, R, F = State.IDLE, State.COLLECTING, State.REDUCED, State.FAILED
@@ -154,7 +153,11 @@ def _cells() -> Iterator[tuple[State, list[str], str]]:
             yield state, way, event
 
 
-def _walk(rank: int, world: int, case: str) -> list[str]:
+CASES = ("stage 1", "stage 2", "wrapped")
+
+
+@on_ranks(2, case=CASES)
+def test_every_event_in_every_state(rank: int, world: int, case: str) -> None:
     wrong: list[str] = []
     for number, (state, way, event) in enumerate(_cells()):
         place = (3, 1, 0)[number % 3]
@@ -176,20 +179,11 @@ def _walk(rank: int, world: int, case: str) -> list[str]:
         one.do("step")
         if differ := one.check():
             wrong.append(f"{name}: differs in {differ}")
-    return wrong
+    assert not wrong, wrong
 
 
-CASES = ("stage 1", "stage 2", "wrapped")
-
-
-@pytest.mark.jobs("states: {case}")
-@pytest.mark.parametrize("case", CASES)
-def test_every_event_in_every_state(case: str, ranks: Ranks) -> None:
-    for said in ranks(f"states: {case}"):
-        assert said == []
-
-
-def _one_rank_fails(rank: int, world: int, case: str) -> dict[str, list[str]]:
+@on_ranks(2, case=CASES)
+def test_one_rank_fails(rank: int, world: int, case: str) -> None:
     """One rank fails at each place, drops its gradients in each way, and all go on."""
     said: dict[str, list[str]] = {"errors": [], "wrong": []}
     for place, drop, who in itertools.product((3, 1, 0), DROPS, (0, 1)):
@@ -206,7 +200,10 @@ def _one_rank_fails(rank: int, world: int, case: str) -> dict[str, list[str]]:
         one.do("backward")
         one.do("step")
         said["wrong"] += [f"{place} {drop} {who}: p{index}" for index in one.check()]
-    return said
+    assert said["wrong"] == []
+    assert len(said["errors"]) == 3 * len(DROPS)
+    for error in said["errors"]:
+        assert f"a backward pass has failed on rank {1 - rank}, whose gradients" in error
 
 
 def _error(work: Callable[[], object]) -> str:
@@ -215,19 +212,3 @@ def _error(work: Callable[[], object]) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
-
-
-@pytest.mark.jobs("one rank fails: {case}")
-@pytest.mark.parametrize("case", CASES)
-def test_one_rank_fails(case: str, ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(f"one rank fails: {case}")):
-        assert said["wrong"] == []
-        assert len(said["errors"]) == 3 * len(DROPS)
-        for error in said["errors"]:
-            assert f"a backward pass has failed on rank {1 - rank}, whose gradients" in error
-
-
-JOBS = [
-    *(Job(f"states: {case}", 2, _walk, (case,)) for case in CASES),
-    *(Job(f"one rank fails: {case}", 2, _one_rank_fails, (case,)) for case in CASES),
-]

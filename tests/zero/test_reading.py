@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import error_of
 
@@ -290,14 +290,15 @@ def test_a_rank_that_reads_alone_hears_who_is_missing(ranks: Ranks) -> None:
         )
 
 
-def _asked(rank: int, world: int) -> dict[str, str]:
+@on_ranks(2)
+def test_states_of_a_parameter_are_an_error(rank: int, world: int) -> None:
     """What a script asks where ranks have parts."""
     model = _model(torch.float32)
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()))
     model(torch.ones(4, 3, 8, 8)).square().mean().backward()
     optimizer.step()
     param = model[2].weight
-    return {
+    said = {
         name: error_of(ask)
         for name, ask in {
             "get": lambda: optimizer.state.get(param),
@@ -307,16 +308,11 @@ def _asked(rank: int, world: int) -> dict[str, str]:
             "set": lambda: optimizer.state.__setitem__(param, {}),
         }.items()
     }
-
-
-def test_states_of_a_parameter_are_an_error(ranks: Ranks) -> None:
-    for said in ranks("reading states"):
-        for name, text in said.items():
-            assert "spread over the ranks" in text, (name, text)
+    for name, text in said.items():
+        assert "spread over the ranks" in text, (name, text)
 
 
 JOBS = [
-    Job("reading states", 2, _asked),
     *(
         Job(
             f"reading: {choice}, {kind}",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import Given, differences, error_of, grads_for
 
@@ -24,7 +24,8 @@ Ranks = Callable[[str], list[Any]]
 SHAPES = [(300, 70), (70,), (5, 5)]
 
 
-def _again(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_parameters_that_are_sharded_already(rank: int, world: int) -> None:
     """Parameters that are sharded already, of which only some are in the second optimizer."""
     said: dict[str, Any] = {}
     model = Given(SHAPES, [torch.float32])
@@ -51,18 +52,13 @@ def _again(rank: int, world: int) -> dict[str, Any]:
     del kept
     gc.collect()
     said["later"] = error_of(lambda: zero.shard(model, third))
-    return said
-
-
-def test_parameters_that_are_sharded_already(ranks: Ranks) -> None:
-    for said in ranks("sharded again"):
-        for how in ("again", "at stage 3", "wrapped"):
-            assert said[how].startswith("TypeError: shard(): parameter 'p1' is sharded"), said[how]
-        assert not said["moved"]
-        assert said["differ"] == []
-        assert said["second"] == 1.0
-        assert "rank 1 has 'p0' (300, 70) torch.float32 (0.0, sharded)" in said["on one rank"]
-        assert said["later"] == "no error"
+    for how in ("again", "at stage 3", "wrapped"):
+        assert said[how].startswith("TypeError: shard(): parameter 'p1' is sharded"), said[how]
+    assert not said["moved"]
+    assert said["differ"] == []
+    assert said["second"] == 1.0
+    assert "rank 1 has 'p0' (300, 70) torch.float32 (0.0, sharded)" in said["on one rank"]
+    assert said["later"] == "no error"
 
 
 class _Blocks(nn.Module):
@@ -80,7 +76,8 @@ class _Blocks(nn.Module):
         return self.head(x) * self.scalar  # type: ignore[no-any-return]
 
 
-def _blocks(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_blocks_of_stage_3(rank: int, world: int) -> None:
     """Blocks that fully_shard refuses, or would take in another order."""
     said: dict[str, Any] = {}
     model = _Blocks()
@@ -116,26 +113,21 @@ def _blocks(rank: int, world: int) -> dict[str, Any]:
     one = torch.optim.SGD(nested.parameters(), lr=0.1)
     said["outer first"] = error_of(lambda: zero.shard(nested, one, stage=3, blocks=[outer, inner]))
     nested(torch.ones(1, 4)).sum().backward()
-    return said
-
-
-def test_blocks_of_stage_3(ranks: Ranks) -> None:
-    for said in ranks("blocks"):
-        assert said.pop("found") == 9  # the six in the lists, the two of the head, and the model
-        assert said.pop("outer first") == "no error"
-        for name, text in {
-            "list": "TypeError: shard(): blocks[1] is a ModuleList, which has no forward",
-            "model": "ValueError: shard(): blocks[1] is the model itself",
-            "twice": "ValueError: shard(): blocks[1] is there twice",
-            "stranger": "ValueError: shard(): blocks[1] is not in the model",
-            "name": "TypeError: shard(): blocks[1] must be a torch.nn.Module, not str",
-            "0-d": "TypeError: shard(stage=3): parameter 'scalar' is 0-d",
-            "strides": "TypeError: shard(stage=3): parameter 'head.0.weight' is not contiguous",
-            "again at 2": "TypeError: shard(): parameter 'head.1.bias' is a DTensor",
-            "again at 3": "TypeError: shard(stage=3): parameter 0 of group 0 is sharded already",
-        }.items():
-            assert said.pop(name).startswith(text), name
-        assert said == {}
+    assert said.pop("found") == 9  # the six in the lists, the two of the head, and the model
+    assert said.pop("outer first") == "no error"
+    for name, text in {
+        "list": "TypeError: shard(): blocks[1] is a ModuleList, which has no forward",
+        "model": "ValueError: shard(): blocks[1] is the model itself",
+        "twice": "ValueError: shard(): blocks[1] is there twice",
+        "stranger": "ValueError: shard(): blocks[1] is not in the model",
+        "name": "TypeError: shard(): blocks[1] must be a torch.nn.Module, not str",
+        "0-d": "TypeError: shard(stage=3): parameter 'scalar' is 0-d",
+        "strides": "TypeError: shard(stage=3): parameter 'head.0.weight' is not contiguous",
+        "again at 2": "TypeError: shard(): parameter 'head.1.bias' is a DTensor",
+        "again at 3": "TypeError: shard(stage=3): parameter 0 of group 0 is sharded already",
+    }.items():
+        assert said.pop(name).startswith(text), name
+    assert said == {}
 
 
 class _Buffers(nn.Module):
@@ -180,7 +172,8 @@ def test_buffers_are_those_of_rank_0(ranks: Ranks) -> None:
         assert said["odd"].startswith("RuntimeError: shard(): the ranks differ")
 
 
-def _placeholder(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_placeholder_can_always_be_printed(rank: int, world: int) -> None:
     model = Given(SHAPES, [torch.float32])
     optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(grads_for(model, 1)).backward()
@@ -188,20 +181,19 @@ def _placeholder(rank: int, world: int) -> list[str]:
     alive = repr(grad)
     del optimizer
     gc.collect()
-    return [alive, repr(grad), str(grad), error_of(grad.norm), repr(grad.detach())]
-
-
-def test_a_placeholder_can_always_be_printed(ranks: Ranks) -> None:
-    for alive, gone, text, norm, detached in ranks("placeholder"):
-        assert "gradient of 'p0'" in alive
-        assert gone == text == detached
-        assert "is gone" in gone
-        assert norm.startswith("RuntimeError: faststep.zero: the optimizer that had this gradient")
+    alive, gone, text, norm, detached = [
+        alive,
+        repr(grad),
+        str(grad),
+        error_of(grad.norm),
+        repr(grad.detach()),
+    ]
+    assert "gradient of 'p0'" in alive
+    assert gone == text == detached
+    assert "is gone" in gone
+    assert norm.startswith("RuntimeError: faststep.zero: the optimizer that had this gradient")
 
 
 JOBS = [
-    Job("sharded again", 2, _again),
-    Job("blocks", 2, _blocks),
     Job("buffers", 2, _buffers),
-    Job("placeholder", 2, _placeholder),
 ]

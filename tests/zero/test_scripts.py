@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .beside_ddp import UNEVEN, Run, Script, Table
 
@@ -294,14 +294,14 @@ TABLE = Table(
 )
 
 
-@pytest.mark.jobs("scripts: {name} on {world}")
 @pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"scripts: {name} on {world}"):
         TABLE.check(said, name)
 
 
-def _other_dtype(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_dtype_that_is_set_later_is_refused(rank: int, world: int) -> None:
     said = []
     for stage in (1, 2):
         net = _Net()
@@ -312,17 +312,9 @@ def _other_dtype(rank: int, world: int) -> list[str]:
             optimizer.step()
         except TypeError as error:
             said.append(str(error))
-    return said
+    for text in said:
+        assert "'head.bias' is torch.float64, and was torch.float32 when" in text, text
+    assert len(said) == 2
 
 
-def test_a_dtype_that_is_set_later_is_refused(ranks: Ranks) -> None:
-    for said in ranks("scripts with another dtype"):
-        for text in said:
-            assert "'head.bias' is torch.float64, and was torch.float32 when" in text, text
-        assert len(said) == 2
-
-
-JOBS = [
-    Job("scripts with another dtype", 2, _other_dtype),
-    *TABLE.jobs(),
-]
+JOBS = TABLE.jobs()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .beside_ddp import RANKS
 from .common import error_of
@@ -156,7 +156,8 @@ def test_odd_loops(stage: Any, world: int, ranks: Ranks) -> None:
         assert max(said.values()) < 1e-5, said
 
 
-def _refused(rank: int, world: int) -> dict[str, str]:
+@on_ranks(2)
+def test_what_is_refused_at_each_stage(rank: int, world: int) -> None:
     """What comes after shard(), or differs between ranks, at each stage."""
     said = {}
 
@@ -182,21 +183,16 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         said[f"modules {stage}"] = sharded(other, stage)
         said[f"shapes {stage}"] = sharded(nn.Linear(3, 3 + rank), stage)
     said["empty"] = sharded(nn.Linear(3, 0), 3)
-    return said
-
-
-def test_what_is_refused_at_each_stage(ranks: Ranks) -> None:
-    for said in ranks("refused at each stage"):
-        for stage in (1, 2, 3):
-            assert said[f"group {stage}"] == "no error"
-            assert "sharded already, for another optimizer" in said[f"taken {stage}"]
-            for what, name in (("modules", "x.weight"), ("shapes", "weight")):
-                text = said[f"{what} {stage}"]
-                assert text.startswith("RuntimeError: shard(): the ranks differ"), text
-                assert f"rank 0 has '{name}' (3, 3)" in text, text
-        for stage in (1, 2):
-            assert "not in the model, the first of shape (2,)" in said[f"appended {stage}"]
-        assert said["empty"].startswith("TypeError: shard(stage=3): parameter 'weight' has no el")
+    for stage in (1, 2, 3):
+        assert said[f"group {stage}"] == "no error"
+        assert "sharded already, for another optimizer" in said[f"taken {stage}"]
+        for what, name in (("modules", "x.weight"), ("shapes", "weight")):
+            text = said[f"{what} {stage}"]
+            assert text.startswith("RuntimeError: shard(): the ranks differ"), text
+            assert f"rank 0 has '{name}' (3, 3)" in text, text
+    for stage in (1, 2):
+        assert "not in the model, the first of shape (2,)" in said[f"appended {stage}"]
+    assert said["empty"].startswith("TypeError: shard(stage=3): parameter 'weight' has no el")
 
 
 JOBS = [
@@ -205,5 +201,4 @@ JOBS = [
         for stage in STAGES
         for world in RANKS
     ),
-    Job("refused at each stage", 2, _refused),
 ]

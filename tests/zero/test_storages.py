@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from faststep import zero
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .common import SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES
@@ -117,7 +117,8 @@ def _safely(rank: int, world: int, folder: str) -> list[str]:
     return wrong + _differ(dict(sorted(net[1].state_dict().items())), load_file(str(path)))
 
 
-def _sent(rank: int, world: int) -> list[tuple[float, float]]:
+@on_ranks(2)
+def test_another_process_sees_new_values(rank: int, world: int) -> None:
     """What another process sees of the parameters that it was sent, and this one."""
     model = Given([(40, 50), (3,)], [torch.float32])
     sharded = zero.shard(model, optimizer_of("AdamW", model.parameters()))
@@ -133,18 +134,13 @@ def _sent(rank: int, world: int) -> list[tuple[float, float]]:
         sums.append((here.recv(), sum(float(p.detach().sum()) for p in model.parameters())))
     here.send(None)
     reader.join(60)
-    return sums
+    assert all(theirs == mine for theirs, mine in sums)
+    assert len({mine for _, mine in sums}) == 3
 
 
 def _read(model: nn.Module, pipe: Any) -> None:
     while pipe.recv() is not None:
         pipe.send(sum(float(p.detach().sum()) for p in model.parameters()))
-
-
-def test_another_process_sees_new_values(ranks: Ranks) -> None:
-    for sums in ranks("sent"):
-        assert all(theirs == mine for theirs, mine in sums)
-        assert len({mine for _, mine in sums}) == 3
 
 
 def test_safetensors(ranks: Ranks) -> None:
@@ -173,7 +169,6 @@ def _two(rank: int, world: int) -> str:
 
 JOBS = [
     Job("storages", 2, _saved),
-    Job("sent", 2, _sent),
     Job("two in one memory", 2, _two),
 ]
 try:

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import differences
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 class _Net(nn.Module):
@@ -74,41 +73,36 @@ def _record(model: nn.Module, engine: Any, log: list[Any]) -> None:
         module.register_forward_pre_hook(lambda *_, name=name: log.append(name))
 
 
-def _waited(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_each_module_waits_for_what_it_uses(rank: int, world: int) -> None:
     log: list[Any] = []
     model, losses, optimizer = _train(rank, "forward", log)
     under_way = len(optimizer._engine._under_way)
     saved = model.state_dict()
     left = len(optimizer._engine._under_way)
     other, expected, _ = _train(rank, "step", None)
-    return {
+    said = {
         "log": log,
         "losses": losses == expected,
         "differ": differences(saved.values(), other.state_dict().values()),
         "under way": under_way > 3,
         "left": left,
     }
-
-
-def test_each_module_waits_for_what_it_uses(ranks: Ranks) -> None:
-    for said in ranks("waited"):
-        log = said.pop("log")
-        assert said == {"losses": True, "differ": [], "under way": True, "left": 0}
-        begun = [entry for entry in log if isinstance(entry, str)]
-        assert begun[:3] == ["", "embedding", "blocks.0"]
-        for at, entry in enumerate(log):
-            if isinstance(entry, list):
-                # By the hook before a forward, or inside of one.
-                following = [one for one in log[at:] if isinstance(one, str)][:1]
-                near = [*following, [one for one in log[:at] if isinstance(one, str)][-1]]
-                users = {name.rsplit(".", 1)[0] for name in entry}
-                assert any(user.startswith(one) for one in near if one for user in users), entry
-        waited = {
-            name: at for at, entry in enumerate(log) if isinstance(entry, list) for name in entry
-        }
-        assert waited["attention.out_proj.weight"] > log.index("blocks.2")
-        assert waited["attention.in_proj_weight"] > log.index("blocks.2")
-        assert waited["blocks.1.0.weight"] > log.index("blocks.0.2")
+    log = said.pop("log")
+    assert said == {"losses": True, "differ": [], "under way": True, "left": 0}
+    begun = [entry for entry in log if isinstance(entry, str)]
+    assert begun[:3] == ["", "embedding", "blocks.0"]
+    for at, entry in enumerate(log):
+        if isinstance(entry, list):
+            # By the hook before a forward, or inside of one.
+            following = [one for one in log[at:] if isinstance(one, str)][:1]
+            near = [*following, [one for one in log[:at] if isinstance(one, str)][-1]]
+            users = {name.rsplit(".", 1)[0] for name in entry}
+            assert any(user.startswith(one) for one in near if one for user in users), entry
+    waited = {name: at for at, entry in enumerate(log) if isinstance(entry, list) for name in entry}
+    assert waited["attention.out_proj.weight"] > log.index("blocks.2")
+    assert waited["attention.in_proj_weight"] > log.index("blocks.2")
+    assert waited["blocks.1.0.weight"] > log.index("blocks.0.2")
 
 
 def _read(model: nn.Module, how: str) -> Any:
@@ -147,7 +141,8 @@ READS = (
 )  # fmt: skip
 
 
-def _reads(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_reading_through_the_modules_waits(rank: int, world: int) -> None:
     """Right after a step whose messages come late, beside gather="step"."""
     said = {}
     plain = {name: getattr(dist, name) for name in ("isend", "irecv")}
@@ -167,7 +162,7 @@ def _reads(rank: int, world: int) -> dict[str, Any]:
             dicts = [type(vars(one)["_parameters"]) for one in model.modules()]
             assert dicts == [dict] * len(dicts)
         said[how] = differences(values[0], values[1])
-    return said
+    assert said == {how: [] for how in READS}
 
 
 def _late(receive: Any) -> Any:
@@ -194,12 +189,8 @@ class _Late:
         tensor.data.copy_(apart)
 
 
-def test_reading_through_the_modules_waits(ranks: Ranks) -> None:
-    for said in ranks("reads"):
-        assert said == {how: [] for how in READS}
-
-
-def _changed(rank: int, world: int) -> bool:
+@on_ranks(2)
+def test_changes_of_a_module_meanwhile_stay(rank: int, world: int) -> None:
     """What is put into a module meanwhile stays there."""
     model, _, optimizer = _train(rank, "forward", None)
     module: Any = model
@@ -209,11 +200,5 @@ def _changed(rank: int, world: int) -> bool:
     del module.never.weight
     optimizer.wait()
     kept = dict(model.never.named_parameters())
-    return list(kept) == ["bias", "more"] and kept["bias"] is new
-
-
-def test_changes_of_a_module_meanwhile_stay(ranks: Ranks) -> None:
-    assert ranks("changed") == [True, True]
-
-
-JOBS = [Job("waited", 2, _waited), Job("reads", 2, _reads), Job("changed", 2, _changed)]
+    assert list(kept) == ["bias", "more"]
+    assert kept["bias"] is new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import differences
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 class _Routes(nn.Module):
@@ -54,7 +52,8 @@ CASES: dict[str, tuple[dict[str, bool], str, int]] = {
 }
 
 
-def _wrapped(rank: int, world: int, case: str) -> dict[str, Any]:
+@on_ranks(2, case=CASES)
+def test_the_bits_of_ddp(rank: int, world: int, case: str) -> None:
     options, checkpoints, micro = CASES[case]
     found: dict[str, Any] = {"losses": []}
     values = []
@@ -85,21 +84,13 @@ def _wrapped(rank: int, world: int, case: str) -> dict[str, Any]:
         )
     pairs = [pair for other in values[1:] for pair in zip(values[0], other, strict=True)]
     far = max(float((a - b).abs().max()) for a, b in pairs)
-    return {**found, "differ": differences(*zip(*pairs, strict=True)), "far": far}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_bits_of_ddp(case: str, ranks: Ranks) -> None:
-    for said in ranks(f"options of DDP: {case}"):
-        one, *others = said["losses"]
-        if case == "static, accumulated":  # DDP reduces the sums of the first window's passes
-            assert [one, one] == [pytest.approx(other, rel=1e-6) for other in others]
-            assert said["far"] < 1e-6
-        else:
-            assert [one, one] == others
-            assert said["differ"] == []
-        if "unused" in case:
-            assert said["never"] == []
-
-
-JOBS = [Job(f"options of DDP: {case}", 2, _wrapped, (case,)) for case in CASES]
+    said = {**found, "differ": differences(*zip(*pairs, strict=True)), "far": far}
+    one, *others = said["losses"]
+    if case == "static, accumulated":  # DDP reduces the sums of the first window's passes
+        assert [one, one] == [pytest.approx(other, rel=1e-6) for other in others]
+        assert said["far"] < 1e-6
+    else:
+        assert [one, one] == others
+        assert said["differ"] == []
+    if "unused" in case:
+        assert said["never"] == []
