@@ -103,7 +103,11 @@ def with_states() -> Model:
 
 def alike() -> Model:
     """The next step is like the ones before."""
-    model = with_states()
+    return _stepped(with_states())
+
+
+def _stepped(model: Model) -> Model:
+    """After some steps, with parameters and states of zeros."""
     for _ in range(3):
         model.backward()
         model.optimizer.step()
@@ -119,6 +123,24 @@ def bound_again() -> Model:
     model = alike()
     model.optimizer.state[model.params[-1]]["momentum_buffer"] = torch.zeros(SIZE)
     return model
+
+
+class _Long(Model):
+    """A model with so many elements that a step releases the GIL."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.5)
+        self.large = Parameter(torch.zeros(1 << 20))
+        self.optimizer.add_param_group({"params": [self.large]})
+
+    def backward(self) -> None:
+        super().backward()
+        self.large.grad = torch.ones(1 << 20)
+
+
+def long_alike() -> Model:
+    """The next step is like the ones before, and a long one."""
+    return _stepped(_Long())
 
 
 def step(model: Model, action: Callable[[Model], None]) -> None:

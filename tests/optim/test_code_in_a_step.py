@@ -27,6 +27,7 @@ from .acting import (
     Model,
     alike,
     bound_again,
+    long_alike,
     over_actions,
     replace_memory_of_grads,
     step,
@@ -103,10 +104,13 @@ def test_key_that_compares_itself_is_found() -> None:
     assert torch.equal(buffer, torch.full((SIZE,), 6.0))
 
 
+@pytest.mark.parametrize("made", [bound_again, long_alike])
 @over_actions
-def test_mode_that_reads_gradients(action: Callable[[Model], None]) -> None:
+def test_mode_that_reads_gradients(
+    action: Callable[[Model], None], made: Callable[[], Model]
+) -> None:
     """torch.set_default_device and other modes run Python code for each attribute of a tensor."""
-    model = bound_again()
+    model = made()
     model.backward()
     before = model.values()
 

@@ -256,7 +256,8 @@ static int find_streams(fst_module *module, fst_step_plan *self)
     return 0;
 }
 
-/* Holds the parameter, its gradient and its states. Returns 0, or -1 with a Python error. */
+/* Holds the parameter, its states and its gradient, whose reading may run Python code. Returns 0, or
+ * -1 with a Python error. */
 static int hold_param(fst_module *module, fst_step_plan *self, const fst_trace *trace,
                       PyObject *object)
 {
@@ -264,13 +265,11 @@ static int hold_param(fst_module *module, fst_step_plan *self, const fst_trace *
         return -1;
     if (!trace->has_grad)
         return 0;
-    PyObject *grad = fst_tensor_grad(&module->tensors, object);
-    if (!grad || !fst_bind_hold(self, grad))
-        return -1;
     for (unsigned k = 0; k < trace->key_count; k++)
         if (!fst_bind_hold(self, Py_NewRef(self->traced_states[trace->states + k].value.object)))
             return -1;
-    return 0;
+    PyObject *grad = fst_tensor_grad(&module->tensors, object);
+    return grad && fst_bind_hold(self, grad) ? 0 : -1;
 }
 
 int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_lists)
@@ -278,11 +277,14 @@ int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_list
     const fst_trace *trace = self->traces;
     for (size_t g = 0; g < self->group_count; g++) {
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
-        for (Py_ssize_t i = 0; i < self->groups[g].size; i++, trace++)
+        for (Py_ssize_t i = 0; i < self->groups[g].size; i++, trace++) {
             if (hold_param(module, self, trace, PyList_GetItem(params, i)))
                 return -1;
+            if (module->tensors.ran_python)
+                return 0;
+        }
     }
-    return module->tensors.ran_python ? 0 : 1;
+    return 1;
 }
 
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
