@@ -78,6 +78,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.jobs("masters: {name}")
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_rounded_fp32_parameters(name: str, ranks: Ranks) -> None:
     assert ranks(f"masters: {name}") == [[]] * CASES[name][0]
@@ -104,7 +105,7 @@ def _memory(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_memory_and_ranks_that_differ(ranks: Ranks) -> None:
-    results = ranks("masters: memory")
+    results = ranks("memory of masters")
     for said in results:
         assert said["bf16"] == pytest.approx(6 / 2, rel=0.05)
         assert said["fp32"] == pytest.approx(2 / 2, rel=0.05)
@@ -212,5 +213,5 @@ def test_micro_batches_add_up_in_fp32(rank: int, world: int) -> None:
 
 JOBS = [
     *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
-    Job("masters: memory", 2, _memory),
+    Job("memory of masters", 2, _memory),
 ]

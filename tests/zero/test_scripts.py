@@ -294,6 +294,7 @@ TABLE = Table(
 )
 
 
+@pytest.mark.jobs("scripts: {name} on {world}")
 @pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"scripts: {name} on {world}"):
