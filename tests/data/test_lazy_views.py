@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from faststep import _C
+from faststep.data import ArrayDataset, DataLoader
 from faststep.data import transforms as T  # noqa: N812
 from faststep.data.deliver import copies
 from faststep.data.deliver.batch_buffers import BatchBuffers
@@ -88,3 +89,8 @@ def test_memory_that_was_taken_away() -> None:
         given = [emptied(t) if i == index else t for i, t in enumerate(numbers)]
         with pytest.raises(TypeError, match=f"{name} has no memory behind it"):
             _C.update_scale(*given[:2], None, given[2], 2.0, 0.5, 2000, 1, 0.0, 1e9)
+    indices = emptied(torch.arange(3))
+    loader = DataLoader(ArrayDataset(torch.arange(3.0)), batch_sampler=[indices])
+    for ask in (lambda: _C.copy_indices([0, 1, 2], indices), lambda: list(loader)):
+        with pytest.raises(TypeError, match="the tensor has no memory behind it"):
+            ask()

@@ -105,8 +105,7 @@ def _overlapping(rng: Random, shape: tuple[int, ...] | None) -> torch.Tensor:
     return packed(rng, (size,)).as_strided(shape, strides)
 
 
-def _no_memory(rng: Random, shape: tuple[int, ...] | None) -> torch.Tensor:
-    tensor = packed(rng, shape)
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -188,7 +187,8 @@ UNUSABLE: dict[str, Maker] = {
     "float8": _to(lambda t: t.float().to(torch.float8_e4m3fn)),
     "quantized": lambda rng, shape: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     "dispatched": _to(Dispatched),
-    "without memory": _no_memory,
+    "without memory": _to(_emptied),
+    "int64 without memory": _to(lambda t: _emptied(t.long())),
     "uninitialized": lambda rng, shape: torch.nn.UninitializedParameter(),
     "escaped from vmap": _of_vmap,
     "too many dimensions": lambda rng, shape: packed(rng, (2,) + (1,) * 62),

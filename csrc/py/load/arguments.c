@@ -1,6 +1,8 @@
 /* Reads arguments that several functions of the loader take. */
 #include "py/load/arguments.h"
 
+#include "core/layout.h"
+
 const fst_dl_api *fst_torch_api(const fst_module *state)
 {
     PyObject *capsule =
@@ -26,6 +28,10 @@ int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *ob
         return -1;
     if (tensor->device.device_type != FST_DL_CPU) {
         PyErr_SetString(PyExc_TypeError, "expected a tensor in CPU memory");
+        return -1;
+    }
+    if (!tensor->data && fst_layout_count(tensor->ndim, tensor->shape)) {
+        PyErr_SetString(PyExc_TypeError, "the tensor has no memory behind it");
         return -1;
     }
     return 0;
