@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.overrides import TorchFunctionMode
 
 import faststep.optim
 from ranks import on_ranks
@@ -327,6 +328,64 @@ def test_changed_between_steps(rank: int, world: int) -> None:
                 if param.grad is not None:
                     assert param._version > whole_one
                     assert local(param)._version > part
+
+
+class Acting(TorchFunctionMode):
+    """Does something when a second gradient has been read."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__()
+        self.action, self.calls = action, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func == Tensor.grad.__get__:
+            self.calls += 1
+            if self.calls == 2:
+                with torch._C.DisableTorchFunction():
+                    self.action()
+        return result
+
+
+def _stepped(mesh: Any) -> tuple[list[Any], Any]:
+    """Parameters and an optimizer whose next step is like the ones before."""
+    params: list[Any] = [_param(mesh, [Shard(0)]) for _ in range(3)]
+    optimizer = faststep.optim.SGD(params, lr=1.0, momentum=0.5)
+    for step in range(4):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if step < 3:
+            optimizer.step()
+    return params, optimizer
+
+
+@on_ranks(2)
+def test_gradients_that_go_in_a_step(rank: int, world: int) -> None:
+    params, optimizer = _stepped(init_device_mesh("cpu", (world,)))
+    before = locals_of(params)
+
+    def drop() -> None:
+        for param in params[1:]:
+            param.grad = None
+
+    with Acting(drop) as mode:
+        optimizer.step()
+    assert mode.calls >= 2
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(local(param), value) is (param.grad is None)
+
+
+@on_ranks(2)
+def test_parameters_that_go_in_a_step(rank: int, world: int) -> None:
+    params, optimizer = _stepped(init_device_mesh("cpu", (world,)))
+
+    def drop() -> None:
+        optimizer.param_groups[0]["params"].clear()
+        optimizer.state.clear()
+        params.clear()
+
+    with Acting(drop), pytest.raises(RuntimeError, match="group 0 were changed"):
+        optimizer.step()
 
 
 @on_ranks(2)

@@ -74,6 +74,10 @@ int fst_trace_same_dtensor(fst_module *module, const fst_step_plan *self, const 
         fst_record_of(&module->records, whole) != was->impl)
         return 0;
     PyObject *whole_grad = fst_tensor_grad(&module->tensors, whole);
+    if (whole_grad && module->tensors.ran_python) { /* nothing that was found need live any more */
+        Py_DECREF(whole_grad);
+        return 0;
+    }
     const int settled = whole_grad
                             ? fst_step_is_settled(&module->tensors, self,
                                                   (size_t)(trace - self->traces), whole, whole_grad)
