@@ -230,6 +230,36 @@ class Last:
         self.action()
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_parameter_that_needs_another_state(more: int) -> None:
+    """It does not take what was found for the next parameter, or what lies behind all of them."""
+    params = [Parameter(torch.zeros(SIZE)) for _ in range(1 + more)]
+    optimizer = faststep.optim.AdamW(params, LR, master_weights=True)
+    for p in params:
+        p.grad = torch.ones(SIZE)
+    optimizer.step()
+    first = params[0]
+    acted: list[int] = []
+
+    def act() -> None:
+        if armed and not acted:
+            acted.append(1)
+            first.grad = None
+            first.data = torch.ones(SIZE, dtype=torch.bfloat16)
+            first.grad = torch.ones(SIZE, dtype=torch.bfloat16)
+
+    armed = False
+    values = optimizer.state[first]
+    values[EqualKey("exp_avg_sq", act)] = values.pop("exp_avg_sq")
+    armed = True
+    with pytest.raises(RuntimeError, match="group 0 were changed during the step"):
+        optimizer.step()
+    assert acted
+    assert bool((first == 1).all())
+    optimizer.step()
+    assert not bool((first == 1).any())
+
+
 @over_actions
 def test_state_that_acts_when_it_is_replaced(action: Callable[[Model], None]) -> None:
     """The optimizer lets go of a small state when the next step sees that it was replaced."""

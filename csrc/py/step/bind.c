@@ -177,14 +177,11 @@ static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyOb
 {
     if (at->again) {
         *object = fst_bind_found(at);
-        *grad = fst_bind_found(at);
-        return 0;
+        *grad = *object ? fst_bind_found(at) : NULL;
+        return *grad ? 0 : -1;
     }
     if (at->index >= PyList_Size(params)) {
-        PyErr_Format(
-            PyExc_RuntimeError,
-            "the parameters of group %zd were changed during the step; nothing was updated",
-            at->group);
+        fst_bind_raise_changed(at);
         return -1;
     }
     *object = PyList_GetItem(params, at->index);
@@ -239,6 +236,8 @@ static int bind_group(fst_binding *at, PyObject *params)
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
         else if (bind_or_list(at, object, grad))
+            return -1;
+        if (fst_bind_end_found(at))
             return -1;
         if (tensors->ran_python)
             self->traceable = 0; /* Python ran between torch's answer and the look at the record */

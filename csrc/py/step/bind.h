@@ -41,11 +41,16 @@ int fst_bind_shard(fst_binding *at, const fst_param *param, PyObject *object);
  * with a Python error. */
 PyObject *fst_bind_hold(fst_step_plan *self, PyObject *object);
 
-/* The next of the objects that the first attempt found. */
-static inline PyObject *fst_bind_found(fst_binding *at)
-{
-    return at->self->held[at->held_at++];
-}
+/* Raises the error that parameters were changed during the step. */
+void fst_bind_raise_changed(const fst_binding *at);
+
+/* The next of the objects that the first attempt found for the parameter at hand, borrowed; NULL
+ * with a Python error if it found no more (bound.c). */
+PyObject *fst_bind_found(fst_binding *at);
+
+/* Ends the objects of the parameter at hand: in the first attempt by a NULL behind them, which
+ * later attempts go on after. Returns 0, or -1 with a Python error. */
+int fst_bind_end_found(fst_binding *at);
 
 /* Replaces a DTensor by its local tensor, which the step holds. `which` is its bit in
  * `param->dtensors` (dtensors.c). Returns 0, or -1 with a Python error. */

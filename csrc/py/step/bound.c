@@ -18,6 +18,33 @@ PyObject *fst_bind_hold(fst_step_plan *self, PyObject *object)
     return NULL;
 }
 
+void fst_bind_raise_changed(const fst_binding *at)
+{
+    PyErr_Format(PyExc_RuntimeError,
+                 "the parameters of group %zd were changed during the step; nothing was updated",
+                 at->group);
+}
+
+PyObject *fst_bind_found(fst_binding *at)
+{
+    PyObject *object = at->self->held[at->held_at];
+    if (object)
+        at->held_at++;
+    else
+        fst_bind_raise_changed(at);
+    return object;
+}
+
+int fst_bind_end_found(fst_binding *at)
+{
+    fst_step_plan *self = at->self;
+    if (!at->again)
+        return fst_bind_note(&self->held, &self->held_count, &self->held_capacity, NULL);
+    while (self->held[at->held_at++])
+        ;
+    return 0;
+}
+
 int fst_bind_written(fst_step_plan *self, PyObject *object)
 {
     return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
@@ -182,7 +209,7 @@ void fst_step_end(fst_step_plan *self)
     self->held_count = self->held_capacity = 0;
     self->busy = 0;
     for (size_t i = 0; i < held_count; i++)
-        Py_DECREF(held[i]);
+        Py_XDECREF(held[i]);
     PyMem_Free(held);
     Py_XDECREF(unsettled);
     fst_old_pins_free(&self->old_pins);

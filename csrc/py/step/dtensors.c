@@ -16,7 +16,7 @@ int fst_bind_local(fst_binding *at, fst_param *param, unsigned which, PyObject *
         return 0;
     if (at->again) {
         *object = fst_bind_found(at);
-        return 0;
+        return *object ? 0 : -1;
     }
     PyObject *local = fst_dtensor_local(tensors, *object);
     *object = local ? fst_bind_hold(at->self, local) : NULL;

@@ -134,7 +134,8 @@ typedef struct {
     fst_group *groups;
     size_t group_count;
     /* for the step that runs */
-    PyObject **held; /* owned: every object that is bound, in the order in which they were found */
+    PyObject **held; /* owned: every object that is bound, in the order in which they were found,
+                        with a NULL behind those of each parameter */
     size_t held_count, held_capacity;
     fst_old_pins old_pins;
     PyObject *unsettled; /* owned: a list of (group, index), or NULL */

@@ -256,8 +256,8 @@ static int find_streams(fst_module *module, fst_step_plan *self)
     return 0;
 }
 
-/* Holds the parameter, its states and its gradient, whose reading may run Python code. Returns 0, or
- * -1 with a Python error. */
+/* Holds the parameter, its states and its gradient, whose reading may run Python code. Returns 0,
+ * or -1 with a Python error. */
 static int hold_param(fst_module *module, fst_step_plan *self, const fst_trace *trace,
                       PyObject *object)
 {
