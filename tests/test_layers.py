@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
     "accumulation": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
     "zero": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
-    "memory": {"_C", "zero"},
+    "memory": {*TORCH, "zero"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}

@@ -125,10 +125,25 @@ class Late:
         """What a kernel on the current stream finds in the tensor, once it runs."""
         found = torch.full_like(fake.plain(tensor), -1, device="cpu")
         self._read_into.append(found)
-        pointers = (self.current.handle, found.data_ptr(), tensor.data_ptr())
-        size = ctypes.c_size_t(found.untyped_storage().nbytes())
-        self.machine.library.fake_cuda_read(*map(ctypes.c_void_p, pointers), size)
+        self.copy_from(tensor, found)
         return found
+
+    def copy_from(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy from the device to the host, or on the device, when the stream comes to it."""
+        assert target.stride() == source.stride()
+        pointers = (self.current.handle, target.data_ptr(), source.data_ptr())
+        size = ctypes.c_size_t(target.nbytes)
+        self.machine.library.fake_cuda_read(*map(ctypes.c_void_p, pointers), size)
+
+    def clone(self, tensor: torch.Tensor, memory_format: Any = torch.preserve_format) -> Any:
+        """A clone, made when the stream comes to it; at once if its strides are others."""
+        form = torch.empty_like(fake.plain(tensor), device="meta", memory_format=memory_format)
+        made = self.on_device(form)
+        if tensor.numel() and made.stride() == tensor.stride():
+            self.copy_from(tensor, made)
+        else:
+            torch.Tensor.copy_(fake.plain(made), fake.plain(tensor))
+        return made
 
     def living(self) -> fake.Living:
         self.machine.library.fake_cuda_alive.restype = fake.Living
@@ -203,6 +218,11 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Late:
         return empty_like(like, device=device, **rest)
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        if source.is_cuda and not self.is_cuda:
+            assert non_blocking
+            assert late.is_pinned(self)
+            late.copy_from(source, self)
+            return self
         if not self.is_cuda:
             return copy(self, source, non_blocking)
         late.upload(self, source)
@@ -219,6 +239,9 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Late:
     patch.setattr(torch.Tensor, "is_pinned", lambda self, device=None: late.is_pinned(self))
     patch.setattr(torch.Tensor, "pin_memory", pin_memory)
     patch.setattr(fake.OnCuda, "record_stream", lambda self, stream: late.lend(self, stream))
+    patch.setattr(
+        fake.OnCuda, "clone", lambda self, **form: late.clone(self, **form), raising=False
+    )
     patch.setattr(torch.accelerator, "is_available", lambda: True)
     patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     patch.setattr(torch.cuda, "is_available", lambda: True)

@@ -29,3 +29,8 @@ def is_free(saved: Tensor) -> bool:
     one = torch.empty(1, device="cpu")
     other = one.detach()  # so autograd has one tensor, and gives backward another one
     return uses_of(saved)[1] == uses_of(other)[1]
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """True if a tensor is one of torch.func's transforms, which has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -1,4 +1,4 @@
-"""Memory that torch frees stays with the process; blocks are computed again to save memory."""
+"""Memory that torch frees stays with the process; activations take less of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from typing import NamedTuple
 from .. import _C
 from .fitting import BlockRow, Fitted, fit
 from .groups import group_of
+from .saving import save_on_cpu
 
-__all__ = ["BlockRow", "Fitted", "Stats", "fit", "release", "retain", "stats", "undo"]
+__all__ = [
+    "BlockRow",
+    "Fitted",
+    "Stats",
+    "fit",
+    "release",
+    "retain",
+    "save_on_cpu",
+    "stats",
+    "undo",
+]
 
 _VARIABLE = "FASTSTEP_RETAIN"
 
