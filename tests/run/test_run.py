@@ -70,6 +70,43 @@ def test_every_form_of_import_finds_torchs_class_and_makes_our_object(run: Run) 
     assert good(run(IMPORTS)) == "all 12\n"
 
 
+SAVED = """
+import inspect, torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+class Mine(save_on_cpu):
+    pass
+
+def is_ours(thing):
+    return type(thing).__module__.startswith("faststep.")
+
+for pin in (False, True):
+    context = save_on_cpu(pin, device_type="cuda")
+    assert isinstance(context, save_on_cpu) and isinstance(context, saved_tensors_hooks)
+    assert is_ours(context) == EXPECTED and not is_ours(Mine(pin_memory=pin))
+    x = torch.arange(4.0, requires_grad=True)
+    with context:
+        y = (x.sin() * x).exp()
+    y.sum().backward()
+    model = wrappers.offload_wrapper(torch.nn.Linear(4, 4))
+    torch.nn.init.ones_(model._checkpoint_wrapped_module.weight)
+    model(x.detach()).sum().backward()
+    compiled = torch.compile(lambda x: x.exp(), backend="aot_eager")
+    with save_on_cpu(pin):
+        z = compiled(x)
+    z.sum().backward()
+    print(x.grad, model._checkpoint_wrapped_module.weight.grad)
+print(list(inspect.signature(save_on_cpu).parameters))
+"""
+
+
+def test_tensors_saved_on_the_cpu(run: Run, programs: Programs) -> None:
+    torchs = good(programs.run(SAVED.replace("EXPECTED", "False")))
+    assert good(run(SAVED.replace("EXPECTED", "True"))) == torchs
+    assert good(run(SAVED.replace("EXPECTED", "False"), options=("--only", "optim"))) == torchs
+
+
 LEFT = """
 import copy, io, pickle, torch
 

@@ -61,7 +61,7 @@ def swap_silently(parts: Sequence[str]) -> None:
 def _swap(swaps: Swaps, parts: Sequence[str]) -> list[str]:
     """Swap the parts, and say what was done."""
     swaps.count_steps()
-    for part in ("optim", "amp", "clip", "data", "loss"):
+    for part in ("optim", "amp", "clip", "data", "loss", "memory"):
         if part in parts:
             getattr(swaps, f"swap_{part}")()
     done = [*swaps.done]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.utils
 import torch.utils.data
+from torch.autograd import graph
 from torch.cpu.amp import grad_scaler as of_cpu
 from torch.cuda.amp import grad_scaler as of_cuda
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from .. import amp, clip, data, nn, optim
 from .._devices import has_kernels_for
 from ..data.stats import Metered
+from ..memory import save_on_cpu
 from ..optim.base import FusedOptimizer
 from ..optim.hooked import HookedOptimizer
 from .kernels import NO_KERNELS, cuda_is_used, listed, why_none
@@ -112,6 +114,10 @@ class Swaps:
         self.done.append(
             "torch.nn.functional.cross_entropy -> faststep.nn.functional.cross_entropy"
         )
+
+    def swap_memory(self) -> None:
+        self._swap_class(graph.save_on_cpu, save_on_cpu)
+        self.done.append("torch.autograd.graph.save_on_cpu -> faststep.memory.save_on_cpu")
 
     def count_steps(self) -> None:
         """Measure the steps of all optimizers; those of other classes below the hooks of torch."""
