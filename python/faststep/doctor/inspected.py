@@ -127,14 +127,6 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def status(name: str) -> int:
-    """A number of bytes that the kernel tells of this process; 0 if it does not."""
-    for line in (PROCESS / "status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
 def described(optimizer: Optimizer, steps: int) -> dict[str, Any]:
     """An optimizer, as findings need to know it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]

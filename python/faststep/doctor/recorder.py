@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from ..memory.activations import status
 from ..run.cores import cores
 from . import gpu, inspected, rates, system
 from .alternation import Alternation
@@ -256,11 +257,11 @@ class Recorder:
             "faults": per_second,
             "allocated": [one.allocated for one in counts],
             "cpu": (counts[-1].cpu - counts[0].cpu) / span if span else 0.0,
-            "peak": inspected.status("VmHWM"),  # maxrss has that of the parent, too
+            "peak": status("VmHWM"),  # maxrss has that of the parent, too
             "losses": [float(loss) for loss in self._losses],
             "autocast": dict(self._autocasts),
             "autocast_steps": self._autocast_steps,
-            "swapped": inspected.status("VmSwap"),
+            "swapped": status("VmSwap"),
             "others": self._others(),
             "switched": {},
             "tried_for": 0.0,
