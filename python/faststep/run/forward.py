@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from ..accumulation import accumulate as begin
+from ..memory.recompute import Recomputed
 from ..zero import shard
 from ..zero.stage3.blocks import blocks_of
 
@@ -108,38 +108,21 @@ def checkpoint_blocks() -> None:
     They are those of a class of which a model has several. Blocks with running statistics, which
     would be updated twice, are left out.
     """
-    call: Callable[..., Any] = nn.Module.__call__
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    found: list[bool] = []
 
-    def around(inner: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model not in seen:
-            seen.add(model)
-            blocks.update(one for one in blocks_of(model) if not _has_statistics(one))
-            if not blocks:
+            seen.update(model.modules())  # in backward those of a block are called by themselves
+            for block in blocks_of(model):
+                if not _has_statistics(block):
+                    Recomputed(block).put()
+                    found.append(True)
+            if not found:
                 raise ValueError("the model has no blocks that can be computed again")
-        return inner(model, *args, **kwargs)
+        return call(model, *args, **kwargs)
 
     _wrap_models(around)
-    outer: Callable[..., Any] = nn.Module.__call__
-    inside = threading.local()
-
-    def compute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inside.is_block = True  # in backward no model is around it
-        try:
-            return call(block, *args, **kwargs)
-        finally:
-            inside.is_block = False
-
-    @functools.wraps(call)
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if getattr(inside, "is_block", False):
-            return call(module, *args, **kwargs)
-        if module in blocks and module.training and torch.is_grad_enabled():
-            return checkpoint(compute, module, *args, use_reentrant=False, **kwargs)
-        return outer(module, *args, **kwargs)
-
-    nn.Module.__call__ = called  # type: ignore[method-assign]
 
 
 def _has_statistics(block: nn.Module) -> bool:
