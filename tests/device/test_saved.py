@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from faststep.memory import saving
+from faststep.memory import activations, saving
 
 from . import fake, late
 
@@ -366,6 +366,18 @@ def test_the_pool_keeps_its_memory(saver: Saver) -> None:
     packed = [saver.pack(torch.empty(SIZE * 30, device="cuda"))]
     assert saver.device.machine.calls("cuMemHostAlloc") - locks == 1
     assert saver.host() == (64 << 20, 30 * NBYTES // 512 * 512 + 512)
+
+
+def test_the_rate_of_copies(device: late.Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: machine.synchronize())
+    monkeypatch.setattr(activations, "COPIED", 1000)
+    machine = device.machine
+    uploads = machine.calls("cuMemcpyHtoDAsync_v2")
+    seconds = activations.seconds_per_byte(torch.device("cuda", 0))
+    assert seconds is not None
+    assert 0 < seconds < 1
+    assert machine.calls("cuMemcpyHtoDAsync_v2") == uploads + 1
+    assert activations.seconds_per_byte(torch.device("cpu")) is None
 
 
 def test_a_capture_is_left_to_torch(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:

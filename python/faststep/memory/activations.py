@@ -19,6 +19,7 @@ from .. import _C
 from .recompute import Buffers
 
 Step = Callable[[], object]
+COPIED = 64 << 20  # bytes, to measure the rate of copies
 
 
 class UndoneStep:
@@ -108,6 +109,21 @@ def status(name: str) -> int:
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return 0
+
+
+def seconds_per_byte(device: torch.device) -> float | None:
+    """The seconds to copy a byte from a device to the host, or back; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    host = torch.empty(COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    host.copy_(there, non_blocking=True)
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    host.copy_(there, non_blocking=True)
+    there.copy_(host, non_blocking=True)
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - begun) / (2 * COPIED)
 
 
 def seconds_of(step: Step, blocks: Sequence[nn.Module], device: torch.device) -> list[float]:

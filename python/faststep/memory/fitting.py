@@ -1,4 +1,4 @@
-"""Chooses the blocks to compute again in backward, so that a step stays within a limit."""
+"""Chooses blocks to compute again or to offload, so that a step stays within a limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..zero.stage3.blocks import blocks_of
-from .activations import Step, UndoneStep, saved_by, seconds_of, step_memory
-from .recompute import Buffers, Recomputed, warm_up
+from .activations import (
+    Step,
+    UndoneStep,
+    saved_by,
+    seconds_of,
+    seconds_per_byte,
+    step_memory,
+)
+from .recompute import Buffers, Offloaded, Recomputed, Replaced, warm_up
 
 TRIES = 6  # choices that are measured
 MOST_STATES = 4096  # of the search; with blocks of one size there are few
@@ -35,6 +42,8 @@ class BlockRow(NamedTuple):
     """Of its forward in a step."""
     checkpointed: bool
     """True if it is computed again in backward."""
+    offloaded: bool = False
+    """True if what it saves waits for backward in host memory."""
 
 
 class Fitted:
@@ -43,9 +52,9 @@ class Fitted:
     Attributes:
         rows: the blocks, in the order in which they are called.
         limit: bytes that were asked for.
-        plain: bytes of the peak without checkpoints, measured.
-        predicted: bytes of the peak with them, by the bytes that the blocks save.
-        peak: bytes of the peak with them, measured.
+        plain: bytes of the peak with all blocks as they were, measured.
+        predicted: bytes of the peak with the choice, by the bytes that the blocks save.
+        peak: bytes of the peak with the choice, measured.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class Fitted:
     ) -> None:
         self.rows = tuple(rows)
         self.limit, self.plain, self.predicted, self.peak = limit, plain, predicted, peak
-        self._put: list[Recomputed] = []
+        self._put: list[Replaced] = []
 
     def remove(self) -> None:
         """Let all blocks have their forward back. A second call does nothing."""
@@ -64,11 +73,11 @@ class Fitted:
         width = max([5, *(len(row.name) for row in self.rows)])
         lines = [f"{'block':{width}}  saved MiB  forward ms  checkpointed"]
         for row in self.rows:
-            yes = "yes" if row.checkpointed else "no"
+            yes = "yes" if row.checkpointed else "offloaded" if row.offloaded else "no"
             saved, spent = row.saved / 2**20, 1000 * row.seconds
             lines.append(f"{row.name:{width}}  {saved:9.1f}  {spent:10.2f}  {yes}")
         peaks = [("limit", self.limit), ("plain peak", self.plain)]
-        if any(row.checkpointed for row in self.rows):
+        if any(row.checkpointed or row.offloaded for row in self.rows):
             peaks += [("predicted peak", self.predicted), ("measured peak", self.peak)]
         else:
             lines.append("nothing is checkpointed: the plain peak is within the limit")
@@ -81,8 +90,10 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
     Three steps tell the bytes that each block of a class that the model repeats saves for
     backward, the seconds of its forward, and the peak. The choice of blocks with the least seconds
     that should fit is measured, and corrected, at most six times. `torch.utils.checkpoint` computes
-    them again, with `use_reentrant=False`: gradients keep their bits. Only the `forward` of these
-    blocks is replaced. Gradients, buffers and random state are afterwards what they were before.
+    them again, with `use_reentrant=False`: gradients keep their bits. On a CUDA device what a block
+    saves may wait in host memory instead (:class:`save_on_cpu`), if copying it adds less time than
+    computing it again. Only the `forward` of these blocks is replaced. Gradients, buffers and
+    random state are afterwards what they were before.
 
     Args:
         model: on one device, in the mode in which it is trained.
@@ -111,19 +122,20 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
     start, plain = (size - undone.nbytes for size in step_memory(undone, device))
     order = [blocks[index] for index in saved]
     took = [seconds[index] for index in saved]
-    choice = _Choice(order, list(saved.values()), outside, took, start, plain)
-    recomputed = [Recomputed(block, _inside(block, undone.changing)) for block in order]
+    link = seconds_per_byte(device)
+    choice = _Choice(order, list(saved.values()), outside, took, start, plain, link)
+    ways: list[Replaced] = [Recomputed(one, _inside(one, undone.changing)) for one in order]
+    ways += [Offloaded(block) for block in order]
     chosen, reached = 0, plain
     if plain > most:
         chosen, reached = _search(
-            choice, recomputed, lambda: step_memory(undone, device)[1] - undone.nbytes, most
+            choice, ways, lambda: step_memory(undone, device)[1] - undone.nbytes, most
         )
-    rows = [
-        BlockRow(names[id(block)], nbytes, seconds[index], bool(chosen >> place & 1))
-        for place, (block, (index, nbytes)) in enumerate(zip(order, saved.items(), strict=True))
-    ]
+    is_chosen = [bool(chosen >> way & 1) for way in range(len(ways))]
+    each = zip(order, saved.items(), is_chosen[: len(order)], is_chosen[len(order) :], strict=True)
+    rows = [BlockRow(names[id(one)], size, seconds[i], *how) for one, (i, size), *how in each]
     fitted = Fitted(rows, most, plain, choice.predicted(chosen), reached)
-    fitted._put = _put(recomputed, chosen)
+    fitted._put = _put(ways, chosen)
     return fitted
 
 
@@ -155,7 +167,7 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module]) -> torch.device:
             raise ValueError("the model is compiled: call fit() before, and compile it afterwards")
         if isinstance(module, DistributedDataParallel):
             raise ValueError("call fit() before the model is inside of DistributedDataParallel")
-        if isinstance(vars(module).get("forward"), Recomputed):
+        if isinstance(vars(module).get("forward"), Replaced):
             raise ValueError("the model is fitted already: call remove() of that before")
     if not blocks:
         raise ValueError(
@@ -174,7 +186,7 @@ def _inside(block: nn.Module, buffers: Buffers) -> Buffers:
 
 
 class _State(NamedTuple):
-    """What a choice frees, what it costs, and its blocks as bits."""
+    """What a choice frees, what it costs, and its bits, see _Choice."""
 
     freed: int
     seconds: float
@@ -183,6 +195,10 @@ class _State(NamedTuple):
 
 class _Choice:
     """Says what choices of blocks do to the peak, and finds the one that takes the least time.
+
+    A choice is a number: a bit for each block that is computed again, and above these one for each
+    that is offloaded. Copies take the time by which they are longer than what the block computes in
+    forward, or in backward, where it takes twice as long.
 
     While backward is in a block, what it saves is there, computed again or not. So is what the
     blocks and other modules before it save, and gradients of the blocks behind it. The peak that
@@ -197,9 +213,14 @@ class _Choice:
         seconds: Sequence[float],
         start: int,
         plain: int,
+        link: float | None = None,
     ) -> None:
         self.start = start
         self._saved, self._seconds = saved, _evened(blocks, saved, seconds)
+        if link is not None:
+            of = zip(saved, self._seconds, strict=True)
+            pairs = [(size * link - took, size * link - 2 * took) for size, took in of]
+            self._seconds += [max(0.0, there) + max(0.0, back) for there, back in pairs]
         grads = [
             sum(one.nbytes for one in block.parameters() if one.grad is None) for block in blocks
         ]
@@ -213,27 +234,33 @@ class _Choice:
 
     def predicted(self, chosen: int) -> int:
         """The peak."""
-        freed = [size * (chosen >> i & 1) for i, size in enumerate(self._saved)]
+        either = chosen | chosen >> len(self._saved)
+        freed = [size * (either >> i & 1) for i, size in enumerate(self._saved)]
         sums = itertools.accumulate(freed, initial=0)
         return max(peak - one for peak, one in zip(self._peaks, sums, strict=True))
 
     def best(self, limit: int) -> int | None:
         """The choice that takes the least time of those that should stay within a limit."""
         states = [_State(0, 0.0, 0)]
-        for i, (size, seconds) in enumerate(zip(self._saved, self._seconds, strict=True)):
+        for i, size in enumerate(self._saved):
             states = [one for one in states if self._peaks[i] - one.freed <= limit]
-            more = [_State(f + size, t + seconds, c | 1 << i) for f, t, c in states]
+            ways = range(i, len(self._seconds), len(self._saved))
+            more = [
+                _State(freed + size, seconds + self._seconds[way], chosen | 1 << way)
+                for way in ways
+                for freed, seconds, chosen in states
+            ]
             states = _front([*states, *more])
         fitting = [one for one in states if self._peaks[-1] - one.freed <= limit]
         return min(fitting, key=lambda one: one.seconds).chosen if fitting else None
 
     def cost(self, chosen: int) -> float:
-        """Seconds to compute these blocks again."""
+        """Seconds that it adds to a step."""
         return sum(one for i, one in enumerate(self._seconds) if chosen >> i & 1)
 
     @property
     def all(self) -> int:
-        """All blocks that save something."""
+        """The choice to compute all blocks again that save something."""
         return sum(1 << i for i, size in enumerate(self._saved) if size)
 
 
@@ -261,8 +288,8 @@ def _front(states: list[_State]) -> list[_State]:
     return kept[:: len(kept) // MOST_STATES + 1]
 
 
-def _put(recomputed: Sequence[Recomputed], chosen: int) -> list[Recomputed]:
-    put = [one for i, one in enumerate(recomputed) if chosen >> i & 1]
+def _put(ways: Sequence[Replaced], chosen: int) -> list[Replaced]:
+    put = [one for i, one in enumerate(ways) if chosen >> i & 1]
     for one in put:
         one.put()
     return put
@@ -270,7 +297,7 @@ def _put(recomputed: Sequence[Recomputed], chosen: int) -> list[Recomputed]:
 
 def _search(
     choice: _Choice,
-    recomputed: Sequence[Recomputed],
+    ways: Sequence[Replaced],
     peak: Callable[[], int],
     limit: int,
 ) -> tuple[int, int]:
@@ -283,7 +310,7 @@ def _search(
             chosen = choice.all  # the last one to be tried, where none was within the limit
             if chosen in found or min(found.values()) <= limit:
                 break
-        put = _put(recomputed, chosen)
+        put = _put(ways, chosen)
         try:
             found[chosen] = peak()
         finally:

@@ -1,4 +1,4 @@
-"""Blocks that are computed again in backward, with nothing replaced but their `forward`."""
+"""Blocks that save less for backward, with nothing replaced but their `forward`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .saving import save_on_cpu
+
 Buffers = Sequence[tuple[nn.Module, str]]  # each with the module that has it
 
 
-class Recomputed:
-    """The `forward` of a block under `torch.utils.checkpoint`, not reentrant.
+class Replaced:
+    """Takes the place of a block's `forward`.
 
     It is an attribute of the block, so names, classes and hooks of the block stay. It refers to the
     block, so that a copy of the block has one that refers to the copy.
 
     Args:
         block: whose forward it is, once it is put there.
-        changing: buffers that forward changes, as running statistics. The second forward gets the
-            values that the first one got, and leaves them as they are.
     """
 
-    def __init__(self, block: nn.Module, changing: Buffers = ()) -> None:
-        self._block, self._changing = block, list(changing)
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
         self._replaced: Callable[..., Any] | None = vars(block).get("forward")
 
     @property
@@ -37,12 +37,7 @@ class Recomputed:
         return self._replaced or functools.partial(type(self._block).forward, self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = self.__wrapped__
-        if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        options: dict[str, Any] = {"context_fn": self._contexts} if self._changing else {}
-        bound = functools.partial(plain, **kwargs)
-        return checkpoint(bound, *args, use_reentrant=False, **options)
+        return self.__wrapped__(*args, **kwargs)
 
     def put(self) -> None:
         """Let the block use it."""
@@ -53,6 +48,36 @@ class Recomputed:
         del self._block.forward
         if self._replaced is not None:
             self._block.forward = self._replaced
+
+
+class Offloaded(Replaced):
+    """The `forward` of a block under `save_on_cpu`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu():
+            return super().__call__(*args, **kwargs)
+
+
+class Recomputed(Replaced):
+    """The `forward` of a block under `torch.utils.checkpoint`, not reentrant.
+
+    Args:
+        block: as of Replaced.
+        changing: buffers that forward changes, as running statistics. The second forward gets the
+            values that the first one got, and leaves them as they are.
+    """
+
+    def __init__(self, block: nn.Module, changing: Buffers = ()) -> None:
+        super().__init__(block)
+        self._changing = list(changing)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": self._contexts} if self._changing else {}
+        bound = functools.partial(plain, **kwargs)
+        return checkpoint(bound, *args, use_reentrant=False, **options)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         first = [getattr(module, name).clone() for module, name in self._changing]
