@@ -368,6 +368,39 @@ def test_the_pool_keeps_its_memory(saver: Saver) -> None:
     assert saver.host() == (64 << 20, 30 * NBYTES // 512 * 512 + 512)
 
 
+def test_a_device_without_memory_to_copy_ahead(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, values = [], []
+    for _ in range(10):
+        tensor, value = saver.new()
+        packed.append(saver.pack(tensor))
+        values.append(value)
+        del tensor
+    empty, uploads = torch.empty, saver.device.machine.calls("cuMemcpyHtoDAsync_v2")
+
+    def full(*size: Any, device: Any = None, **rest: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    saver.unpack(packed[9])  # what is still on the device
+    assert saver.device.machine.calls("cuMemcpyHtoDAsync_v2") == uploads
+    with pytest.raises(torch.OutOfMemoryError):
+        saver.unpack(packed[2])
+    monkeypatch.setattr(torch, "empty", empty)
+    found = saver.device.read(saver.unpack(packed[2]))
+    saver.device.machine.synchronize()
+    assert torch.equal(found, values[2])
+
+
+def test_a_child_leaves_the_pool_to_its_parent(saver: Saver) -> None:
+    copies = saving._copies_of(torch.device("cuda", 0))
+    assert saving._copies_of(torch.device("cuda", 0)) is copies
+    saving._leave_to_parent()
+    assert not saving._all_copies
+    assert saving._copies_of(torch.device("cuda", 0)) is not copies
+
+
 def test_the_rate_of_copies(device: late.Late, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: machine.synchronize())
     monkeypatch.setattr(activations, "COPIED", 1000)
