@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from ranks import Job
+from ranks import Job, on_ranks
 
 from .collectives import Collectives
 from .common import (
@@ -186,9 +186,9 @@ class SomeUnused(nn.Module):
         return total + self.once.sum() if once else total
 
 
-def _unused(rank: int, world: int) -> list[Any]:
+@on_ranks(2)
+def test_unused_parameters(rank: int, world: int) -> None:
     """One parameter is used on rank 0 alone, in the first micro-step alone."""
-    found = []
     for dtype, in_pairs in ((None, False), (torch.float32, False), (torch.float32, True)):
         net = SomeUnused(torch.float32 if dtype is None else torch.bfloat16)
         model = DistributedDataParallel(net, find_unused_parameters=True)
@@ -198,20 +198,14 @@ def _unused(rank: int, world: int) -> list[Any]:
             with accum:
                 accum.backward(model(rank + 1.0, rank == 0 and index == 0))
         accum.normalize_()
-        named = net.named_parameters()
-        found.append({name: None if p.grad is None else p.grad.tolist() for name, p in named})
-    return found
+        assert net.always.grad.tolist() == [1.5, 1.5]
+        assert net.once.grad.tolist() == [0.25, 0.25]
+        assert net.never.grad is None
 
 
-def test_unused_parameters(ranks: Ranks) -> None:
-    for found in ranks("unused"):
-        for per_dtype in found:
-            assert per_dtype == {"always": [1.5, 1.5], "once": [0.25, 0.25], "never": None}
-
-
-def _left_over(rank: int, world: int) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_gradients_that_were_left_are_no_part_of_a_window(rank: int, world: int) -> None:
     """Rank 1 has no micro-step in the short window, and has not cleared the gradients before it."""
-    found = []
     for dtype in (None, torch.float32):
         low = torch.float32 if dtype is None else torch.bfloat16
         net = make_model(low)
@@ -229,14 +223,7 @@ def _left_over(rank: int, world: int) -> list[torch.Tensor]:
         accum.normalize_()
         net = make_model(low)
         loss_of(net, batches([4, 4, 4], 0, low)[2]).backward()
-        found.append((grads(model.module), grads(net)))
-    return found
-
-
-def test_gradients_that_were_left_are_no_part_of_a_window(ranks: Ranks) -> None:
-    for found in ranks("left_over"):
-        for mine, expected in found:
-            assert_close(mine, expected, 1e-6)
+        assert_close(grads(model.module), grads(net), 1e-6)
 
 
 def _overflow(rank: int, world: int) -> Any:
@@ -299,7 +286,8 @@ def test_installed(ranks: Ranks) -> None:
     assert_close(first[1], values(net), 1e-5)
 
 
-def _state(rank: int, world: int, installed: bool = False) -> Any:
+@on_ranks(2, installed=(False, True))
+def test_resuming_inside_a_window(rank: int, world: int, installed: bool) -> None:
     """Interrupted before the end of a window, each rank with its own sums."""
     low, sums = (torch.float32, None) if installed else (torch.bfloat16, torch.float32)
 
@@ -326,13 +314,7 @@ def _state(rank: int, world: int, installed: bool = False) -> Any:
             if installed or accum.ready:
                 optimizer.step()
         results.append(values(net))
-    return results
-
-
-@pytest.mark.parametrize("name", ["state", "installed state"])
-def test_resuming_inside_a_window(name: str, ranks: Ranks) -> None:
-    for plain, resumed in ranks(name):
-        assert_equal(plain, resumed)
+    assert_equal(*results)
 
 
 def _compiled(rank: int, world: int) -> list[Any]:
@@ -359,7 +341,8 @@ def test_compiled(ranks: Ranks) -> None:
     assert_close(compiled, plain, 1e-6)
 
 
-def _errors(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_errors(rank: int, world: int) -> None:
     optimizer = faststep.optim.SGD([nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match="needs model="):
         faststep.accumulate(optimizer, 2, normalize="tokens")
@@ -387,10 +370,10 @@ def _errors(rank: int, world: int) -> str:
         with pytest.raises(TypeError, match="pass model= the DistributedDataParallel itself"):
             inside.step()
         accum.remove()
-    return "raised"
 
 
-def _unused_in_the_last(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_unused_in_the_last_micro_step(rank: int, world: int) -> None:
     """Gradients of the first micro-step alone, which the model does not look for in the last."""
     net = SomeUnused(torch.float32)
     net.never.requires_grad_(False)
@@ -402,30 +385,11 @@ def _unused_in_the_last(rank: int, world: int) -> str:
     with pytest.raises(RuntimeError, match="find_unused_parameters=True"), accum:
         accum.backward(model(rank + 1.0, False))
     assert not accum.ready
-    return "raised"
-
-
-def test_errors(ranks: Ranks) -> None:
-    assert ranks("errors") == ["raised", "raised"]
-    assert ranks("unused_in_the_last") == ["raised", "raised"]
 
 
 JOBS = [
     *(Job(f"{name} on 2", 2, _windows, (case,)) for name, case in CASES.items()),
     Job("tokens on 3", 3, _windows, (CASES["tokens"],)),
     Job("mean on 4", 4, _windows, (CASES["mean"],)),
-    Job("installed state", 2, _state, (True,)),
-    *(
-        Job(work.__name__.lstrip("_"), 2, work)
-        for work in (
-            _unused,
-            _overflow,
-            _installed,
-            _state,
-            _errors,
-            _compiled,
-            _unused_in_the_last,
-            _left_over,
-        )
-    ),
+    *(Job(work.__name__.lstrip("_"), 2, work) for work in (_overflow, _installed, _compiled)),
 ]

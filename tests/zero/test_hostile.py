@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
-from ranks import Job, on_ranks
+from ranks import on_ranks
+
+from .common import error_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 def _net() -> nn.Module:
@@ -70,21 +70,14 @@ def test_a_memory_format_that_is_set_later(rank: int, world: int, stage: Any) ->
     assert said["distance"] < 1e-6
 
 
-def _strides_differ(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_ranks_with_other_strides_are_told_so(rank: int, world: int) -> None:
     model = _net()
     if rank == 0:
         model.to(memory_format=torch.channels_last)
-    try:
-        zero.shard(model, torch.optim.AdamW(model.parameters()))
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_with_other_strides_are_told_so(ranks: Ranks) -> None:
-    for said in ranks("strides differ"):
-        assert said.startswith("shard(): the ranks differ")
-        assert "'0.weight'" in said
+    said = error_of(lambda: zero.shard(model, torch.optim.AdamW(model.parameters())))
+    assert said.startswith("RuntimeError: shard(): the ranks differ"), said
+    assert "'0.weight'" in said
 
 
 @on_ranks(2)
@@ -111,19 +104,13 @@ class _TiedBlocks(nn.Module):
         self.blocks[2].weight = self.blocks[0].weight
 
 
-def _tied_blocks(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_stage_3_does_not_part_tied_parameters(rank: int, world: int) -> None:
     model = _TiedBlocks()
-    try:
-        zero.shard(model, torch.optim.AdamW(model.parameters()), stage=3, blocks=list(model.blocks))
-    except TypeError as error:
-        return [str(error), str(model.blocks[2].weight is model.blocks[0].weight)]
-    return ["no error", ""]
-
-
-def test_stage_3_does_not_part_tied_parameters(ranks: Ranks) -> None:
-    for refused, tied in ranks("tied blocks"):
-        assert "'blocks.0.weight' and 'blocks.2.weight'" in refused
-        assert tied == "True"
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"'blocks\.0\.weight' and 'blocks\.2\.weight'"):
+        zero.shard(model, optimizer, stage=3, blocks=list(model.blocks))
+    assert model.blocks[2].weight is model.blocks[0].weight
 
 
 @on_ranks(2)
@@ -146,21 +133,11 @@ def test_loading_waits_for_what_arrives(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_ranks_with_other_arguments_are_told_so(rank: int, world: int) -> None:
-    said = []
-    for options in ({"stage": 1 + rank}, {"bucket_mb": 1 + rank}, {"max_grad_norm": 1.0 + rank}):
+    for options, name in (
+        ({"stage": 1 + rank}, "stage 2"),
+        ({"bucket_mb": 1 + rank}, "bucket_mb 2.0"),
+        ({"max_grad_norm": 1.0 + rank}, "max_grad_norm 2.0"),
+    ):
         model = _net()
-        try:
+        with pytest.raises(RuntimeError, match=rf"^shard\(\): the ranks differ.*{name}"):
             zero.shard(model, torch.optim.AdamW(model.parameters()), **options)  # type: ignore[arg-type]
-            said.append("no error")
-        except RuntimeError as error:
-            said.append(str(error))
-    names = ("stage 2", "bucket_mb 2.0", "max_grad_norm 2.0")
-    for text, name in zip(said, names, strict=True):
-        assert text.startswith("shard(): the ranks differ")
-        assert name in text
-
-
-JOBS = [
-    Job("tied blocks", 2, _tied_blocks),
-    Job("strides differ", 2, _strides_differ),
-]

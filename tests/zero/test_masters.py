@@ -84,10 +84,9 @@ def test_bits_of_rounded_fp32_parameters(name: str, ranks: Ranks) -> None:
     assert ranks(f"masters: {name}") == [[]] * CASES[name][0]
 
 
-def _memory(rank: int, world: int) -> dict[str, Any]:
-    """Bytes of states over bytes of parameters, per rank; a run that differs; a group of no use."""
-    said: dict[str, Any] = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+@on_ranks(2)
+def test_memory_and_ranks_that_differ(rank: int, world: int) -> None:
+    for dtype, share in ((torch.bfloat16, 6 / 2), (torch.float32, 2 / 2)):
         model = Given([(1000, 100), (70000,)], [dtype])
         sharded = zero.shard(
             model, torch.optim.AdamW(model.parameters()), master_weights=True, bucket_mb=0.1
@@ -95,22 +94,11 @@ def _memory(rank: int, world: int) -> dict[str, Any]:
         model(grads_for(model, 1)).backward()
         sharded.step()
         held = sum(t.nbytes for s in sharded.state.values() for k, t in s.items() if k != "step")
-        said[name] = held / sum(p.nbytes for p in model.parameters())
+        assert held / sum(p.nbytes for p in model.parameters()) == pytest.approx(share, rel=0.05)
     fresh = Given(SHAPES, DTYPES)
-    try:
+    differ = "rank 1 has stage 2.*master_weights True"
+    with pytest.raises(RuntimeError, match=differ):
         zero.shard(fresh, torch.optim.SGD(fresh.parameters()), master_weights=rank == 1)
-    except RuntimeError as error:
-        said["differ"] = str(error)
-    return said
-
-
-def test_memory_and_ranks_that_differ(ranks: Ranks) -> None:
-    results = ranks("memory of masters")
-    for said in results:
-        assert said["bf16"] == pytest.approx(6 / 2, rel=0.05)
-        assert said["fp32"] == pytest.approx(2 / 2, rel=0.05)
-        assert "rank 1 has stage 2" in said["differ"]
-        assert "master_weights True" in said["differ"]
 
 
 def _alone(optimizer: str = "AdamW") -> tuple[nn.Module, Any]:
@@ -213,5 +201,4 @@ def test_micro_batches_add_up_in_fp32(rank: int, world: int) -> None:
 
 JOBS = [
     *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
-    Job("memory of masters", 2, _memory),
 ]

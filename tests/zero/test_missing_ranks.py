@@ -13,12 +13,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
-from ranks import Job, on_ranks
+from ranks import on_ranks
 
 from .common import Given, differences, grads_for
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 SOON = 0.5  # seconds
 CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
@@ -26,6 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
     "forward": {"gather": "forward"},
     "wrapped": {"wrapped": True},
 }
+ALONE = (
+    "rank 0: all ranks must call state_dict() together, and ranks 1, 2 did not within 0.5 s "
+    "(timeout= of shard()); nothing was sent, and training can go on"
+)
 
 
 def _train(rank: int, wrapped: bool = False, between: Any = None, **options: Any) -> Any:
@@ -60,8 +63,10 @@ def _save_on(ranks: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
     return lambda optimizer: _error(optimizer.state_dict) if rank in ranks else None
 
 
-def _alone(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0 alone saves; the others are in their next backward meanwhile."""
+@on_ranks(3, case=CASES)
+def test_a_call_on_rank_0_alone_disturbs_nothing(rank: int, world: int, case: str) -> None:
+    """It saves; the others are in their next backward meanwhile."""
+    options = CASES[case]
     model, optimizer, said = _train(rank, between=_save_on((0,), rank), **options)
     plain, other, _ = _train(rank, **options)
     mine, theirs = optimizer.state_dict(), other.state_dict()
@@ -69,30 +74,13 @@ def _alone(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
         [value for state in saved["state"].values() for value in state.values()]
         for saved in (mine, theirs)
     ]
-    return {
-        "said": said[0],
-        "differ": differences(model.parameters(), plain.parameters()),
-        "states": differences(*states),
-        "saved": len(states[0]),
-    }
+    assert said[0] == (None if rank else (ALONE, True))
+    assert differences(model.parameters(), plain.parameters()) == differences(*states) == []
+    assert rank or len(states[0]) == 9
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_call_on_rank_0_alone_disturbs_nothing(ranks: Ranks, case: str) -> None:
-    first, *others = ranks(f"alone {case}")
-    text, was_soon = first["said"]
-    assert text == (
-        "rank 0: all ranks must call state_dict() together, and ranks 1, 2 did not within 0.5 s "
-        "(timeout= of shard()); nothing was sent, and training can go on"
-    )
-    assert was_soon
-    assert [one["said"] for one in others] == [None, None]
-    for said in (first, *others):
-        assert said["differ"] == said["states"] == []
-    assert first["saved"] == 9
-
-
-def _some(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(3)
+def test_whoever_calls_hears_who_is_missing(rank: int, world: int) -> None:
     """All but the last rank call, then all; a late rank; other calls on each rank."""
     said: dict[str, Any] = {}
 
@@ -128,8 +116,23 @@ def _some(rank: int, world: int) -> dict[str, Any]:
 
     model, *_ = _train(rank, between=between)
     plain, *_ = _train(rank)
-    said["differ"] = differences(model.parameters(), plain.parameters())
-    return said
+    assert differences(model.parameters(), plain.parameters()) == []
+    for number in range(3):
+        text = said[f"some {number}"]
+        assert (text is None) if rank == 2 else ("and rank 2 did not within" in text[0])
+    assert said["together"] == said["after"] == said["dcp on all"] == ("no error", True)
+    absent = "ranks 0, 2" if rank == 1 else "rank 1"
+    assert f"and {absent} did not within 0.5 s" in said["late"][0]
+    met = "load_state_dict() together, and rank 1 called state_dict(); rank 2 called state_"
+    assert (met if rank == 0 else "and rank 0 called load_state_dict();") in said["load"][0]
+    if rank == 2:
+        assert "parameter group" in said["other"][0]
+        return
+    text = "all ranks must call load_state_dict() together, and rank 2 did not"
+    assert text in said["other"][0]
+    text = f"rank {rank}: all ranks must call state_dict() together, and rank 2 called "
+    assert text in said["dcp"][0]
+    assert "state_dict() (slices)" in said["dcp"][0]
 
 
 def _error_of_any(call: Callable[[], Any]) -> tuple[str, bool]:
@@ -137,31 +140,6 @@ def _error_of_any(call: Callable[[], Any]) -> tuple[str, bool]:
         return _error(call)
     except ValueError as error:
         return str(error), True
-
-
-def test_whoever_calls_hears_who_is_missing(ranks: Ranks) -> None:
-    found = ranks("some")
-    for rank, said in enumerate(found):
-        for number in range(3):
-            text = said[f"some {number}"]
-            assert (text is None) if rank == 2 else ("and rank 2 did not within" in text[0])
-        assert said["together"] == said["after"] == said["dcp on all"] == ("no error", True)
-        absent = "ranks 0, 2" if rank == 1 else "rank 1"
-        assert f"and {absent} did not within 0.5 s" in said["late"][0]
-        met = "load_state_dict() together, and rank 1 called state_dict(); rank 2 called state_"
-        assert (met if rank == 0 else "and rank 0 called load_state_dict();") in said["load"][0]
-        assert said["differ"] == []
-    for rank in (0, 1):
-        assert (
-            "all ranks must call load_state_dict() together, and rank 2 did not"
-            in (found[rank]["other"][0])
-        )
-        assert (
-            f"rank {rank}: all ranks must call state_dict() together, and rank 2 called "
-            in (found[rank]["dcp"][0])
-        )
-        assert "state_dict() (slices)" in found[rank]["dcp"][0]
-    assert "parameter group" in found[2]["other"][0]
 
 
 @on_ranks(3)
@@ -200,9 +178,3 @@ def test_a_node_that_calls_alone(rank: int, world: int) -> None:
     assert (said["said"] is None) if rank > 1 else said["said"][0].startswith(text)
     assert said["differ"] == []
     assert said["after"] == ("no error", True)
-
-
-JOBS = [
-    *(Job(f"alone {case}", 3, _alone, (options,)) for case, options in CASES.items()),
-    Job("some", 3, _some),
-]

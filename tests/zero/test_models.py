@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ import torch.distributed as dist
 
 import faststep
 from faststep import zero
-from ranks import Job, on_ranks
+from ranks import on_ranks
 
-from .common import Given, differences, grads_for, mean_of
+from .common import Given, differences, error_of, grads_for, mean_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(300, 70), (70,), (20000,), (5, 5)]
 
 
@@ -54,11 +52,12 @@ def test_two_models_in_one_backward(rank: int, world: int, wrapped: bool) -> Non
     assert not wrong, wrong
 
 
-def _one_group(rank: int, world: int) -> str:
+@on_ranks(3)
+def test_two_models_over_one_group(rank: int, world: int) -> None:
     """Two models over one group of some of the ranks."""
     group = dist.new_group([0, 1])
     if rank == 2:
-        return ""
+        return
     models = [Given(SHAPES, [torch.float32]) for _ in range(2)]
     kept = [
         zero.shard(m, torch.optim.SGD(m.parameters(), lr=1.0), process_group=group) for m in models
@@ -67,18 +66,8 @@ def _one_group(rank: int, world: int) -> str:
         model(grads_for(model, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    try:
-        sum(model(grads_for(model, rank)) for model in models).backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_two_models_over_one_group(ranks: Ranks) -> None:
-    *told, rest = ranks("two models, one group")
-    assert rest == ""
-    for text in told:
-        assert "sharded over the same process_group" in text
+    said = error_of(sum(model(grads_for(model, rank)) for model in models).backward)
+    assert "sharded over the same process_group" in said, said
 
 
 @on_ranks(2)
@@ -97,8 +86,3 @@ def test_connections_go_with_the_model(rank: int, world: int) -> None:
         __import__("gc").collect()
     found = during - before, len(known) - before
     assert found == (1, 0), found
-
-
-JOBS = [
-    Job("two models, one group", 3, _one_group),
-]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +15,16 @@ import faststep
 from faststep import zero
 from faststep.zero.hooks import reducer
 from faststep.zero.hooks.gradient_buckets import GradientBucket
-from ranks import Job, on_ranks
+from ranks import on_ranks
 
 from .common import Given, differences, grads_for, mean_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(300,), (20, 30), (7,), (20000,), (9, 9)]
 
 
-def _orders(rank: int, world: int, most: int) -> list[str]:
+@on_ranks(3, most=(2**25, 0))
+def test_any_order_of_hooks(rank: int, world: int, most: int) -> None:
     """Every rank and step uses the parameters in an order of its own."""
     under_way: set[GradientBucket] = set()
     at_once = []
@@ -47,7 +46,7 @@ def _orders(rank: int, world: int, most: int) -> list[str]:
         wrong = _steps_in_other_orders(rank, world)
     assert len(at_once) > 12
     assert most or max(at_once) == 1
-    return wrong
+    assert not wrong, wrong
 
 
 def _steps_in_other_orders(rank: int, world: int) -> list[str]:
@@ -70,11 +69,6 @@ def _steps_in_other_orders(rank: int, world: int) -> list[str]:
             one.zero_grad()
         wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
     return wrong
-
-
-@pytest.mark.parametrize("how", ["orders", "orders, one bucket at a time"])
-def test_any_order_of_hooks(how: str, ranks: Ranks) -> None:
-    assert ranks(how) == [[], [], []]
 
 
 class _Checkpointed(nn.Module):
@@ -150,8 +144,9 @@ def _raise(_: Tensor) -> None:
     raise ValueError("planted")
 
 
-def _half(rank: int, world: int, stage: Any) -> dict[str, Any]:
-    """A backward that fails on all ranks, and a script that goes on with a step all the same."""
+@on_ranks(2, stage=(1, 2))
+def test_a_step_after_a_backward_that_failed(rank: int, world: int, stage: Any) -> None:
+    """It would use the gradients of a part of the model, as those of all of it."""
     said: dict[str, Any] = {}
     for number in range(len(SHAPES)):
         model = Given(SHAPES, [torch.float32])
@@ -172,21 +167,6 @@ def _half(rank: int, world: int, stage: Any) -> dict[str, Any]:
                 said[f"{name} {number}"] = "done"
             except RuntimeError as error:
                 said[f"{name} {number}"] = "backward" in str(error)
-        said[f"same {number}"] = differences(model.parameters(), before)
-    return said
-
-
-def test_a_step_after_a_backward_that_failed(ranks: Ranks) -> None:
-    """It would use the gradients of a part of the model, as those of all of it."""
-    for stage in (1, 2):
-        for said in ranks(f"half, stage {stage}"):
-            assert all(said.pop(f"same {number}") == [] for number in range(len(SHAPES)))
-            # Where the first gradient fails, there are none.
-            assert sorted(map(str, said.values())) == ["True"] * 8 + ["done"] * 2
-
-
-JOBS = [
-    Job("orders", 3, _orders, (2**25,)),
-    Job("orders, one bucket at a time", 3, _orders, (0,)),
-    *(Job(f"half, stage {stage}", 2, _half, (stage,)) for stage in (1, 2)),
-]
+        assert differences(model.parameters(), before) == []
+    # Where the first gradient fails, there are none.
+    assert sorted(map(str, said.values())) == ["True"] * 8 + ["done"] * 2

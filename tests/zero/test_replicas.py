@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ import torch.distributed as dist
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import SHAPES, Given, differences, error_of, grads_for, mean_of, states_differ
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 def _set_means(model: Given, whole: Given, world: int, scale: float, *seeds: int) -> None:
@@ -30,7 +28,8 @@ def _set_means(model: Given, whole: Given, world: int, scale: float, *seeds: int
         param.grad = torch.empty_like(param).copy_(total)
 
 
-def _replicated(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_two_nodes_of_two_ranks(rank: int, world: int) -> None:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups = {"process_group": inside[rank // 2], "replicate_group": across[rank % 2]}
@@ -83,20 +82,11 @@ def _replicated(rank: int, world: int) -> dict[str, Any]:
     )
     odd = Given([(3, 4), (6,) if rank == 2 else (5,)], [torch.float32])
     said["differ"] = error_of(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters()), **groups))
-    return said
-
-
-def test_two_nodes_of_two_ranks(ranks: Ranks) -> None:
-    results = ranks("replicated")
-    assert [said["saved"] for said in results] == [len(SHAPES), 0, 0, 0]
-    for said in results:
-        assert said["wrong"] == []
-        assert said["skipped"] == [False, False, True, False, False]
-        assert said["sum"] == 4
-        assert "must have this rank alone in common" in said["one group"]
-        assert said["alone"].startswith("ValueError: shard(): replicate_group needs process_group")
-        assert said["differ"].startswith("RuntimeError: shard(): the ranks differ")
-        assert "rank 2 has 'p1' (6,)" in said["differ"]
-
-
-JOBS = [Job("replicated", 4, _replicated)]
+    assert said["saved"] == (0 if rank else len(SHAPES))
+    assert said["wrong"] == [], said["wrong"]
+    assert said["skipped"] == [False, False, True, False, False]
+    assert said["sum"] == 4
+    assert "must have this rank alone in common" in said["one group"]
+    assert said["alone"].startswith("ValueError: shard(): replicate_group needs process_group")
+    assert said["differ"].startswith("RuntimeError: shard(): the ranks differ")
+    assert "rank 2 has 'p1' (6,)" in said["differ"]

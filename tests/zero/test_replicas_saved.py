@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import SHAPES, Given, grads_for, optimizer_of
@@ -19,7 +18,6 @@ from .rounded import DTYPES, step_whole, unlike, wide_of
 from .test_exact import _groups
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 def _made(groups: dict[str, Any]) -> tuple[Given, Any]:
@@ -40,7 +38,8 @@ def _step(sharded: Any, model: Given, whole: Any, reference: Any, seed: int) -> 
     step_whole(whole, reference, [grads_for(model, seed)] * world, nodes)
 
 
-def _saved(rank: int, world: int) -> list[str]:
+@on_ranks(4)
+def test_two_nodes_are_loaded_on_any_number_of_ranks(rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     replicated = _groups(rank, world, 2)
     pair, alone = dist.new_group([0, 1]), dist.new_group([0])
@@ -77,11 +76,4 @@ def _saved(rank: int, world: int) -> list[str]:
             found += unlike(other, new, wide, theirs)
             wrong += [f"{how} on {name}: {text}" for text in found]
     remove(path)
-    return wrong
-
-
-def test_two_nodes_are_loaded_on_any_number_of_ranks(ranks: Ranks) -> None:
-    assert ranks("replicated, saved") == [[]] * 4
-
-
-JOBS = [Job("replicated, saved", 4, _saved)]
+    assert not wrong, wrong

@@ -9,7 +9,7 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from faststep import zero
-from ranks import Job, on_ranks
+from ranks import on_ranks
 
 from .common import SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 def _bytes(saved: object) -> int:
@@ -55,7 +54,8 @@ def _train(rank: int, model: Given, optimizer: torch.optim.Optimizer, step: int)
     optimizer.zero_grad()
 
 
-def _saved(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_saved_copied_and_resized(rank: int, world: int) -> None:
     said: dict[str, Any] = {}
     model, plain = Given(SHAPES, DTYPES), Given(SHAPES, DTYPES)
     with torch.device("meta"):
@@ -83,21 +83,18 @@ def _saved(rank: int, world: int) -> dict[str, Any]:
     gc.collect()
     torch.full((10**6,), 7.0)
     said["outlives"] = torch.equal(seen, after)
-    return said
+    for what in ("storages", "strides", "saved", "pickled"):
+        assert [one for one, _ in said[what]] == [other for _, other in said[what]], what
+    assert said["aligned"]
+    assert all("not resizable" in text for text in said["resized"]), said["resized"]
+    assert said["copies moved"] == []
+    assert said["seen"]
+    assert said["outlives"]
 
 
-def test_saved_copied_and_resized(ranks: Ranks) -> None:
-    for said in ranks("storages"):
-        for what in ("storages", "strides", "saved", "pickled"):
-            assert [one for one, _ in said[what]] == [other for _, other in said[what]], what
-        assert said["aligned"]
-        assert all("not resizable" in text for text in said["resized"]), said["resized"]
-        assert said["copies moved"] == []
-        assert said["seen"]
-        assert said["outlives"]
-
-
-def _safely(rank: int, world: int, folder: str) -> list[str]:
+@pytest.mark.skipif(find_spec("safetensors") is None, reason="needs safetensors")
+@on_ranks(2)
+def test_safetensors(rank: int, world: int) -> None:
     """safetensors' functions for models, which look for tensors that share a Storage."""
     from safetensors.torch import load_file, load_model, save_file, save_model
 
@@ -106,15 +103,16 @@ def _safely(rank: int, world: int, folder: str) -> list[str]:
     sharded = zero.shard(net, torch.optim.AdamW(net.parameters(), lr=0.1))
     net(torch.arange(9)).sum().backward()
     sharded.step()
-    path = Path(folder) / f"model {rank}"
-    save_model(net, str(path))
-    fresh = copy.deepcopy(net)
-    for param in fresh.parameters():
-        param.data.zero_()
-    load_model(fresh, str(path))
-    save_file(net[1].state_dict(), str(path))
-    wrong = _differ(net.state_dict(), fresh.state_dict())
-    return wrong + _differ(dict(sorted(net[1].state_dict().items())), load_file(str(path)))
+    with tempfile.NamedTemporaryFile() as file:
+        save_model(net, file.name)
+        fresh = copy.deepcopy(net)
+        for param in fresh.parameters():
+            param.data.zero_()
+        load_model(fresh, file.name)
+        save_file(net[1].state_dict(), file.name)
+        assert _differ(net.state_dict(), fresh.state_dict()) == []
+        kept = dict(sorted(net[1].state_dict().items()))
+        assert _differ(kept, load_file(file.name)) == []
 
 
 @on_ranks(2)
@@ -143,37 +141,14 @@ def _read(model: nn.Module, pipe: Any) -> None:
         pipe.send(sum(float(p.detach().sum()) for p in model.parameters()))
 
 
-def test_safetensors(ranks: Ranks) -> None:
-    pytest.importorskip("safetensors")
-    for wrong in ranks("storages, safetensors"):
-        assert wrong == []
-
-
-def test_values_in_memory_of_the_script_are_refused_where_two_share_it(ranks: Ranks) -> None:
-    for said in ranks("two in one memory"):
-        assert said.startswith("faststep.zero: parameters 'p0' and 'p1' share memory but are"), said
-        assert said.endswith("nothing was updated")
-
-
-def _two(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_values_in_memory_of_the_script_are_refused_where_two_share_it(
+    rank: int, world: int
+) -> None:
     model = Given([(4, 4), (4, 4)], [torch.float32])
     sharded = zero.shard(model, optimizer_of("AdamW", model.parameters()))
     model(grads_for(model, rank, 0)).backward()
     model.p0.data = model.p1.data
-    try:
+    text = r"^faststep\.zero: parameters 'p0' and 'p1' share memory but are.*nothing was updated$"
+    with pytest.raises(TypeError, match=text):
         sharded.step()
-    except TypeError as error:
-        return str(error)
-    return "no error"
-
-
-JOBS = [
-    Job("storages", 2, _saved),
-    Job("two in one memory", 2, _two),
-]
-try:
-    import safetensors  # noqa: F401
-except ImportError:
-    pass
-else:
-    JOBS.append(Job("storages, safetensors", 2, _safely, (tempfile.gettempdir(),)))
