@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,16 +56,27 @@ class _Body(NamedTuple):
         return ""
 
 
-def on_ranks(
-    *worlds: int, **cases: Iterable[Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Test = Callable[..., None]
+
+
+def on_ranks(*worlds: int, **cases: Iterable[Any]) -> Callable[[Test], Test]:
     """Makes a test of a function of rank and world, which asserts: on each rank of each world.
 
     Args:
         cases: by the names of its other arguments, in their order: values that print themselves.
     """
+    return _on("ranks", "JOBS", worlds, cases)
 
-    def made(body: Callable[..., None]) -> Callable[..., None]:
+
+def on_cuda_ranks(*worlds: int, **cases: Iterable[Any]) -> Callable[[Test], Test]:
+    """The same in processes that may have a fake machine each, see tests/device."""
+    return _on("cuda_ranks", "CUDA_JOBS", worlds, cases)
+
+
+def _on(
+    fixture: str, listed: str, worlds: Sequence[int], cases: Mapping[str, Iterable[Any]]
+) -> Callable[[Test], Test]:
+    def made(body: Test) -> Test:
         run = _Body(body.__module__, body.__name__)
         name = f"{run.module}.{run.test} on"
         jobs = [
@@ -74,12 +85,12 @@ def on_ranks(
         ]
 
         @pytest.mark.parametrize("job", jobs, ids=lambda job: job.name.partition(" on ")[2])
-        def test(job: Job, ranks: Callable[[str], list[str]]) -> None:
-            for failure in ranks(job.name):
+        def test(job: Job, request: pytest.FixtureRequest) -> None:
+            for failure in request.getfixturevalue(fixture)(job.name):
                 assert not failure, failure
 
         test.__module__, test.__doc__ = body.__module__, body.__doc__
-        vars(test).update(jobs=jobs, body=body)
+        vars(test).update({listed: jobs, "body": body})
         return test
 
     return made
@@ -89,8 +100,8 @@ def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
     """The jobs of these tests: their own, and those that their modules list under a name."""
     found, named = {}, {}
     for item in items:
-        own = getattr(getattr(item, "function", None), "jobs", ()) if name == "JOBS" else ()
-        for job in (*own, *getattr(getattr(item, "module", None), name, ())):
+        own, listed = getattr(item, "function", None), getattr(item, "module", None)
+        for job in (*getattr(own, name, ()), *getattr(listed, name, ())):
             assert found.setdefault(job.name, job) == job, f"two jobs have the name {job.name}"
         for mark in item.iter_markers("jobs"):
             (text,) = mark.args

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +11,13 @@ from torch import Tensor
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_cuda_ranks
 from zero.common import SHAPES, Given, differences, grads_for, mean_of
 
 from . import fake
 from .test_sharded import backward, machine, on_device
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 
 
 class _PlantedError(Exception):
@@ -38,7 +35,8 @@ def _fails(model: Given, grads: list[Tensor], place: int) -> None:
     handle.remove()
 
 
-def _all(rank: int, world: int) -> list[int]:
+@on_cuda_ranks(2)
+def test_all_ranks_fail_and_go_on(rank: int, world: int) -> None:
     """A pass that fails on all ranks before anything was sent, and what follows."""
     with machine():
         model, whole = on_device(Given(SHAPES, [torch.float32])), Given(SHAPES, [torch.float32])
@@ -57,14 +55,12 @@ def _all(rank: int, world: int) -> list[int]:
             for one in (optimizer, reference):
                 one.step()
                 one.zero_grad()
-        return differences([fake.plain(param) for param in model.parameters()], whole.parameters())
+        values = [fake.plain(param) for param in model.parameters()]
+        assert differences(values, whole.parameters()) == []
 
 
-def test_all_ranks_fail_and_go_on(cuda_ranks: Ranks) -> None:
-    assert cuda_ranks("cuda failed") == [[], []]
-
-
-def _one(rank: int, world: int) -> str:
+@on_cuda_ranks(2)
+def test_the_other_rank_hears_before_its_next_pass(rank: int, world: int) -> None:
     """The last rank fails after some buckets were sent; the other one does not wait for it."""
     with machine():
         model = on_device(Given(SHAPES, [torch.float32]))
@@ -74,20 +70,9 @@ def _one(rank: int, world: int) -> str:
         if rank:
             _fails(model, grads_for(model, rank, 1), 2)
             optimizer.zero_grad()
-            return ""
+            return
         backward(model(grads_for(model, rank, 1)))
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError) as caught:
+        text = "the backward pass before this one has failed on another rank"
+        with pytest.raises(RuntimeError, match=text):
             backward(model(grads_for(model, rank, 2)))
-        return str(caught.value)
-
-
-def test_the_other_rank_hears_before_its_next_pass(cuda_ranks: Ranks) -> None:
-    first, _ = cuda_ranks("cuda failed on one rank")
-    assert "the backward pass before this one has failed on another rank" in first
-
-
-CUDA_JOBS = [
-    Job("cuda failed", 2, _all),
-    Job("cuda failed on one rank", 2, _one),
-]

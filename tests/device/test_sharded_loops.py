@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import faststep
 from faststep import zero
 from faststep._torch.ddp import is_inside_backward
-from ranks import Job
+from ranks import Job, on_cuda_ranks
 from zero.common import SHAPES as ALL_SHAPES
 from zero.common import Given, differences, grads_for, mean_of, optimizer_of, states_differ
 
@@ -135,7 +135,8 @@ def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
         return {"wrong": wrong, "sent": sent, "bytes": laid_out}
 
 
-def _exchanged(rank: int, world: int) -> list[str]:
+@on_cuda_ranks(2)
+def test_exchanged_parameters(rank: int, world: int) -> None:
     """All parameters, and then one of them, change places with another model's."""
     with machine():
         (model, whole), (other, other_whole) = _pair(), _pair()
@@ -161,11 +162,8 @@ def _exchanged(rank: int, world: int) -> list[str]:
             wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
             pairs = zip(other.parameters(), other_whole.parameters(), strict=True)
             wrong += [f"{step}, e{n}" for n in differences(*zip(*pairs, strict=True))]
-        return wrong + states_differ(optimizer, reference)
-
-
-def test_exchanged_parameters(cuda_ranks: Ranks) -> None:
-    assert cuda_ranks("cuda exchanged") == [[], []]
+        wrong += states_differ(optimizer, reference)
+        assert not wrong, wrong
 
 
 def _sums(micro: list[Any], how: str, world: int) -> list[list[Tensor]]:
@@ -191,7 +189,8 @@ def test_accumulated_windows(case: tuple[int, str], cuda_ranks: Ranks) -> None:
             assert sent == times * result["bytes"] / 2
 
 
-def _saved(rank: int, world: int, name: str) -> list[str]:
+@on_cuda_ranks(3, name=("AdamW", "momentum", "torch AdamW"))
+def test_state_dicts(rank: int, world: int, name: str) -> None:
     """To an unsharded run and back, and on to another sharded one, all with the same gradients."""
     with machine():
         wrong: list[str] = []
@@ -222,7 +221,8 @@ def _saved(rank: int, world: int, name: str) -> list[str]:
         later.load_state_dict(copy.deepcopy(shared[0]))
         _alike(later, again, reference, whole, world, 2)
         wrong += [f"loaded p{n}" for n in differences(again.parameters(), whole.parameters())]
-        return wrong + states_differ(later, reference)
+        wrong += states_differ(later, reference)
+        assert not wrong, wrong
 
 
 def _alike(sharded: Any, model: Any, reference: Any, whole: Any, world: int, first: int) -> None:
@@ -237,12 +237,8 @@ def _alike(sharded: Any, model: Any, reference: Any, whole: Any, world: int, fir
         reference.step()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "momentum", "torch AdamW"])
-def test_state_dicts(name: str, cuda_ranks: Ranks) -> None:
-    assert cuda_ranks(f"cuda saved: {name}") == [[]] * 3
-
-
-def _differing(rank: int, world: int) -> list[Any]:
+@on_cuda_ranks(2)
+def test_a_gradient_dropped_on_one_rank(rank: int, world: int) -> None:
     """One rank sets a gradient to None by itself, and another order of hooks on each rank."""
     with machine():
         model, _ = _pair()
@@ -266,11 +262,7 @@ def _differing(rank: int, world: int) -> list[Any]:
         backward(model(grads_for(model, rank, 2)))
         with pytest.raises(RuntimeError, match="gradients of different parameters"):
             optimizer.step()
-        return found
-
-
-def test_a_gradient_dropped_on_one_rank(cuda_ranks: Ranks) -> None:
-    assert cuda_ranks("cuda differing") == [[True, False, False, True]] * 2
+        assert found == [True, False, False, True]
 
 
 class Forked(nn.Module):
@@ -285,7 +277,8 @@ class Forked(nn.Module):
         return sum((self.parts[n](data).square().sum() for n in order), start=torch.zeros(()))
 
 
-def _orders(rank: int, world: int) -> list[str]:
+@on_cuda_ranks(3)
+def test_other_orders_of_hooks_on_each_rank(rank: int, world: int) -> None:
     with machine():
         model, whole = on_device(Forked()), Forked()
         optimizer = zero.shard(
@@ -307,18 +300,15 @@ def _orders(rank: int, world: int) -> list[str]:
             _give(whole, parts)
             reference.step()
             wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
-        return wrong
+        assert not wrong, wrong
 
 
 def _seeded(*seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(seed) % 2**31)
 
 
-def test_other_orders_of_hooks_on_each_rank(cuda_ranks: Ranks) -> None:
-    assert cuda_ranks("cuda orders") == [[]] * 3
-
-
-def _wrapped(rank: int, world: int, stage: Any) -> list[Any]:
+@on_cuda_ranks(2, stage=(1, 2))
+def test_inside_ddp(rank: int, world: int, stage: Any) -> None:
     """A model inside DistributedDataParallel; the optimizer takes over through its hook."""
     with machine() as ranks:
         model, whole = _pair()
@@ -344,15 +334,12 @@ def _wrapped(rank: int, world: int, stage: Any) -> list[Any]:
             if reduced != sum(bucket.nbytes for bucket in optimizer._engine.buckets) / 2:
                 wrong.append(f"{step}: {reduced} bytes reduced")
             wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
-        return wrong + states_differ(optimizer, reference)
+        wrong += states_differ(optimizer, reference)
+        assert not wrong, wrong
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_inside_ddp(stage: int, cuda_ranks: Ranks) -> None:
-    assert cuda_ranks(f"cuda wrapped: {stage}") == [[]] * 2
-
-
-def _masters(rank: int, world: int) -> list[str]:
+@on_cuda_ranks(2)
+def test_masters(rank: int, world: int) -> None:
     with machine():
         shapes, low = SHAPES, [torch.bfloat16, torch.float32]
         model, whole = on_device(Given(shapes, low)), Given(shapes, low)
@@ -376,14 +363,11 @@ def _masters(rank: int, world: int) -> list[str]:
         state = optimizer.state_dict()["state"]
         if rank == 0 and state[0]["master_weights"].dtype != torch.float32:
             wrong.append("no masters")
-        return wrong
+        assert not wrong, wrong
 
 
-def test_masters(cuda_ranks: Ranks) -> None:
-    assert cuda_ranks("cuda masters") == [[]] * 2
-
-
-def _checkpointed(rank: int, world: int) -> list[str]:
+@on_cuda_ranks(2)
+def test_distributed_checkpoints(rank: int, world: int) -> None:
     """torch.distributed.checkpoint saves slices; a run on the host without sharding loads them."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -407,78 +391,46 @@ def _checkpointed(rank: int, world: int) -> list[str]:
                 value.zero_()
         dcp.load(found, checkpoint_id=shared[0])
         dist.barrier()
-        return [
-            f"{key} of {name}"
-            for name, state in found["optimizer"]["state"].items()
-            for key, value in state.items()
-            if not torch.equal(value, wanted[name][key])
-        ]
+        for name, state in found["optimizer"]["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, wanted[name][key]), f"{key} of {name}"
 
 
-def test_distributed_checkpoints(cuda_ranks: Ranks) -> None:
-    assert cuda_ranks("cuda checkpointed") == [[]] * 2
-
-
-def _refused(rank: int, world: int) -> list[str]:
-    said: list[str] = []
-
-    def refused(kind: type[Exception], call: Callable[[], Any]) -> None:
-        with pytest.raises(kind) as caught:
-            call()
-        said.append(str(caught.value))
+@on_cuda_ranks(2)
+def test_what_is_refused(rank: int, world: int) -> None:
+    def refuses(model: Any, text: str) -> None:
+        with pytest.raises(TypeError, match=text):
+            zero.shard(model, optimizer_of("AdamW", model.parameters()))
 
     with machine():
         model, _ = _pair()
         model.p1 = nn.Parameter(torch.ones(100))
-        refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
+        refuses(model, "cuda:0, and 'p1' on cpu: all must be in one memory")
         model.p1 = fake.parameter(torch.ones(100), 1)
-        refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
+        refuses(model, "cuda:0, and 'p1' on cuda:1: all must be in one memory")
         other = nn.Module()
         other.p0 = fake.parameter(torch.ones(100), 1)
-        refused(TypeError, lambda: zero.shard(other, optimizer_of("AdamW", other.parameters())))
+        refuses(other, r"the current device is cuda:0: call torch\.cuda\.set_device")
         model, _ = _pair()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(zero.transport.group, "backend_for", lambda group, kind: "gloo")
-            refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
+            refuses(model, "need a process group with NCCL, and this one has gloo for CUDA")
         optimizer = zero.shard(model, optimizer_of("AdamW", model.parameters()))
-        refused(RuntimeError, lambda: optimizer.join_hook())
+        text = r"Join does not support shard\(\) of parameters on a CUDA device"
+        with pytest.raises(RuntimeError, match=text):
+            optimizer.join_hook()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(zero.transport.group, "is_capturing", lambda: True)
-            refused(RuntimeError, lambda: optimizer.step())
-        return said
-
-
-def test_what_is_refused(cuda_ranks: Ranks) -> None:
-    wanted = [
-        "cuda:0, and 'p1' on cpu: all must be in one memory",
-        "cuda:0, and 'p1' on cuda:1: all must be in one memory",
-        "the current device is cuda:0: call torch.cuda.set_device",
-        "need a process group with NCCL, and this one has gloo for CUDA",
-        "Join does not support shard() of parameters on a CUDA device",
-        "cannot be captured into a CUDA graph",
-    ]
-    for said in cuda_ranks("cuda refused"):
-        for text, part in zip(said, wanted, strict=True):
-            assert part in text
+            with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
+                optimizer.step()
 
 
 CUDA_JOBS = [
-    Job("cuda exchanged", 2, _exchanged),
     *(
         Job(f"cuda scaled: {name}", 2, _scaled, (name.startswith("ours"), name.partition(", ")[2]))
         for name in SCALED
     ),
     *(Job(f"cuda accumulated: {case}", 2, _accumulated, case) for case in ACCUMULATED),
-    *(
-        Job(f"cuda saved: {name}", 3, _saved, (name,))
-        for name in ("AdamW", "momentum", "torch AdamW")
-    ),
-    Job("cuda differing", 2, _differing),
-    Job("cuda orders", 3, _orders),
-    *(Job(f"cuda wrapped: {stage}", 2, _wrapped, (stage,)) for stage in (1, 2)),
-    Job("cuda masters", 2, _masters),
-    Job("cuda checkpointed", 2, _checkpointed),
-    Job("cuda refused", 2, _refused),
 ]
 
 
