@@ -25,7 +25,8 @@ from faststep import optim, zero
 from faststep._torch.fake import NoMemory
 from faststep.cli.console import table
 from faststep.cli.scripts.gpt import GPT, GPTConfig
-from faststep.sizing import checkpointed, dry_run, formats_of
+from faststep.sizing.dry_run import checkpointed, dry_run
+from faststep.sizing.formats import formats_of
 from faststep.zero.estimate import Layout, count
 from faststep.zero.stage3.blocks import blocks_of
 from ranks import answer_of, run_on_ranks

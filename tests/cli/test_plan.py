@@ -13,18 +13,10 @@ from torch import Tensor, nn
 
 from faststep._torch.fake import NoMemory
 from faststep.cli import main
-from faststep.sizing import (
-    DryRun,
-    Machine,
-    Way,
-    bucket_mb_for,
-    checkpointed,
-    chosen,
-    dry_run,
-    formats_of,
-    tokens_for_offload,
-    ways_of,
-)
+from faststep.sizing.dry_run import DryRun, checkpointed, dry_run
+from faststep.sizing.formats import formats_of
+from faststep.sizing.machine import Machine
+from faststep.sizing.ways import Way, bucket_mb_for, chosen, tokens_for_offload, ways_of
 from faststep.zero.deepspeed import lines_for
 
 FACTORY = """

@@ -14,8 +14,8 @@ from torch import nn
 
 from faststep import zero
 from ranks import Job
-from zero.common import OTHERS, SHAPES, Given, differences, mean_of, optimizer_of, states_differ
-from zero.test_exact import LOW, _grads, _groups
+from zero.common import OTHERS, Place
+from zero.test_exact import LOW, run
 
 from . import fake, nccl
 
@@ -60,68 +60,14 @@ def without_waiting(is_wanted: bool) -> Iterator[None]:
         fake.waiting_is_an_error = False
 
 
+DEVICE = Place(on_device, fake.claim, backward, without_waiting)
+
+
 def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     with machine(), pytest.MonkeyPatch.context() as patch:
         if "room" in case:
             patch.setattr(zero.hooks.reducer, "MOST_UNDER_WAY", case["room"])
-        return _steps(rank, world, case)
-
-
-def _steps(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    dtypes = case.get("dtypes", [torch.float32])
-    model, whole = on_device(Given(SHAPES, dtypes)), Given(SHAPES, dtypes)
-    if rank:  # rank 0's values are those that count
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(1.0)
-    name, clip, nodes = case["optimizer"], case.get("clip"), case.get("nodes", 1)
-    groups = [list(m.parameters()) for m in (model, whole)]
-    half = [
-        [{"params": some[4:], "lr": 0.003}, {"params": some[:4]}] if case.get("groups") else some
-        for some in groups
-    ]
-    reference = optimizer_of(name.removeprefix("torch "), half[1])
-    by_hand = case.get("how") == "by hand"
-    sharded = zero.shard(
-        model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
-        max_grad_norm=None if by_hand else clip,
-        gather=case.get("gather", "step"),
-        **_groups(rank, world, nodes),
-    )  # fmt: skip
-    if case.get("lr"):
-        sharded.param_groups[0]["lr"] = fake.claim(torch.tensor(0.03))
-        reference.param_groups[0]["lr"] = torch.tensor(0.03).item()
-    wrong: list[str] = []
-    norm = None
-    for step in range(case.get("steps", 6)):
-        grads = _grads(case, model, rank, step)
-        with without_waiting(step > 0 and not case.get("unused") and name != "momentum"):
-            backward(model(grads))
-            if by_hand:
-                norm = sharded.clip_grad_norm_(clip)
-            sharded.step()
-        means = [_grads(case, whole, r, step) for r in range(world)]
-        for param, parts in zip(whole.parameters(), zip(*means, strict=True), strict=True):
-            param.grad = mean_of(parts, nodes)
-            if param.grad is not None:
-                param.grad = torch.empty_like(param).copy_(param.grad)
-        if by_hand:
-            expected = zero.optimizer.clip_grad_norm_(list(whole.parameters()), clip)
-        else:
-            reference.max_grad_norm = clip
-        reference.step()
-        if clip is not None and not by_hand:
-            norm, expected = sharded.last_grad_norm, reference.last_grad_norm
-        if case.get("gather") == "forward" and step % 2:
-            sharded.wait()
-        elif case.get("gather") == "forward":
-            model([None] * len(grads))  # waits
-        wrong += [f"step {step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
-        if clip is not None and not torch.equal(norm, expected):
-            wrong.append(f"step {step}: norm {norm}, not {expected}")
-        sharded.zero_grad()
-    wrong += states_differ(sharded, reference)
-    return {"wrong": wrong, "norm": None if norm is None else float(norm)}
+        return run(rank, world, {"steps": 6, **case}, DEVICE)
 
 
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1}

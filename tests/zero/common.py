@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,18 @@ class Given(nn.Module):
             if grad is not None:
                 total = total + (param * grad).sum().float()
         return total
+
+
+class Place(NamedTuple):
+    """Where a model lies, and how its steps are made there: in host memory, or as said here."""
+
+    moved: Callable[[Any], Any] = lambda model: model
+    claimed: Callable[[Tensor], Tensor] = lambda scalar: scalar
+    backward: Callable[[Tensor], object] = Tensor.backward
+    without_waiting: Callable[[bool], AbstractContextManager[None]] = contextlib.nullcontext
+
+
+HOST = Place()
 
 
 def grads_for(model: nn.Module, *seed: int, scale: float = 1.0) -> list[Tensor]:

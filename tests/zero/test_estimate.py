@@ -18,7 +18,8 @@ from torch import nn
 from faststep import optim, zero
 from faststep._torch.fake import NoMemory
 from faststep.cli.scripts.gpt import GPT, GPTConfig
-from faststep.sizing import dry_run, formats_of
+from faststep.sizing.dry_run import dry_run
+from faststep.sizing.formats import formats_of
 from faststep.zero.estimate import Layout, count
 from ranks import Job, results_of
 

@@ -14,9 +14,11 @@ from faststep import zero
 from ranks import Job
 
 from .common import (
+    HOST,
     OTHERS,
     SHAPES,
     Given,
+    Place,
     differences,
     grads_for,
     mean_of,
@@ -53,14 +55,15 @@ def _groups(rank: int, world: int, nodes: int) -> dict[str, Any]:
     return {"process_group": inside[rank // size], "replicate_group": across[rank % size]}
 
 
-def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+def run(rank: int, world: int, case: dict[str, Any], place: Place = HOST) -> dict[str, Any]:
+    """Train sharded, and as one process with the gradients of all ranks."""
     dtypes = case.get("dtypes", [torch.float32])
-    model, whole = Given(SHAPES, dtypes), Given(SHAPES, dtypes)
+    model, whole = place.moved(Given(SHAPES, dtypes)), Given(SHAPES, dtypes)
     if rank:  # rank 0's values are those that count
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1.0)
-    name, clip = case["optimizer"], case.get("clip")
+    name, clip, nodes = case["optimizer"], case.get("clip"), case.get("nodes", 1)
     groups = [list(m.parameters()) for m in (model, whole)]
     half = [
         [{"params": some[4:], "lr": 0.003}, {"params": some[:4]}] if case.get("groups") else some
@@ -69,39 +72,49 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     reference = optimizer_of(name.removeprefix("torch "), half[1])
     if name.startswith("torch SGD"):
         reference.param_groups[0]["momentum"] = 0.9
-    nodes = case.get("nodes", 1)
+    by_hand = case.get("how") == "by hand"
     sharded = zero.shard(
         model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
-        max_grad_norm=clip if case.get("how", "step") == "step" else None,
+        max_grad_norm=None if by_hand else clip,
         gather=case.get("gather", "step"),
         **_groups(rank, world, nodes),
     )  # fmt: skip
+    if case.get("lr"):
+        sharded.param_groups[0]["lr"] = place.claimed(torch.tensor(0.03))
+        reference.param_groups[0]["lr"] = torch.tensor(0.03).item()
     wrong: list[str] = []
-    for step in range(20):
+    norm = None
+    for step in range(case.get("steps", 20)):
         versions = [p._version for p in model.parameters()]
-        model(_grads(case, model, rank, step)).backward()
+        grads = _grads(case, model, rank, step)
+        with place.without_waiting(step > 0 and not case.get("unused") and name != "momentum"):
+            place.backward(model(grads))
+            if by_hand:
+                norm = sharded.clip_grad_norm_(clip)
+            sharded.step()
         means = [_grads(case, whole, r, step) for r in range(world)]
         for param, parts in zip(whole.parameters(), zip(*means, strict=True), strict=True):
             param.grad = mean_of(parts, nodes)
             if param.grad is not None:
                 param.grad = torch.empty_like(param).copy_(param.grad)
-        if case.get("how") == "by hand":
-            norm = sharded.clip_grad_norm_(clip)
+        if by_hand:
             expected = zero.optimizer.clip_grad_norm_(list(whole.parameters()), clip)
-        sharded.step()
-        if case.get("how", "step") == "step":
+        else:
             reference.max_grad_norm = clip
         reference.step()
-        if case.get("how") != "by hand":
+        if clip is not None and not by_hand:
             norm, expected = sharded.last_grad_norm, reference.last_grad_norm
-            unrounded = (sharded if world > 1 else sharded._owned)._last_norm
-            if clip is not None and unrounded != reference._last_norm:
-                wrong.append(f"step {step}: unrounded norm {unrounded}")
-        sharded.wait()
+        if case.get("gather") == "forward" and step % 2 == 0:
+            model([None] * len(grads))  # waits
+        else:
+            sharded.wait()
         wrong += [f"step {step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
         if clip is not None and not torch.equal(norm, expected):
             wrong.append(f"step {step}: norm {norm}, not {expected}")
-        for number, param in enumerate(model.parameters()):
+        unrounded = (sharded if world > 1 else sharded._owned)._last_norm
+        if place is HOST and clip is not None and not by_hand and unrounded != reference._last_norm:
+            wrong.append(f"step {step}: unrounded norm {unrounded}")
+        for number, param in enumerate(model.parameters() if place is HOST else ()):
             used = any(grads[number] is not None for grads in means)
             if (param._version > versions[number]) is not used:
                 wrong.append(f"step {step}: version of p{number}")
@@ -148,7 +161,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 nodes, by hand": (4, {**BASE, "nodes": 2, "how": "by hand", "optimizer": "momentum"}),
     "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
 }
-JOBS = [Job(f"exact: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]
+JOBS = [Job(f"exact: {name}", world, run, (case,)) for name, (world, case) in CASES.items()]
 Ranks = Callable[[str], list[Any]]
 
 

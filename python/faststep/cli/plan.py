@@ -15,17 +15,10 @@ from torch import Tensor, nn
 
 from .._torch.fake import NoMemory, ReadsValuesError
 from ..memory.fitting import bytes_of
-from ..sizing import (
-    DryRun,
-    Format,
-    Machine,
-    bucket_mb_for,
-    checkpointed,
-    dry_run,
-    formats_of,
-    ways_of,
-)
-from ..sizing.formats import KINDS, MASTERS, STATES
+from ..sizing.dry_run import DryRun, checkpointed, dry_run
+from ..sizing.formats import KINDS, MASTERS, STATES, Format, formats_of
+from ..sizing.machine import Machine
+from ..sizing.ways import bucket_mb_for, ways_of
 from ..zero.deepspeed import lines_for
 from ..zero.stage3.blocks import blocks_of
 from .console import CommandError

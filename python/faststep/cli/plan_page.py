@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..sizing import DryRun, Format, Machine, Way, chosen, tokens_for_offload
-from ..sizing.ways import SPARE, STAGES, fits
+from ..sizing.dry_run import DryRun
+from ..sizing.formats import Format
+from ..sizing.machine import Machine
+from ..sizing.ways import SPARE, STAGES, Way, chosen, fits, tokens_for_offload
 from .console import table
 from .plots import new_figure
 
