@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -186,6 +186,57 @@ def test_a_source_that_is_changed_while_it_is_copied(saver: Saver) -> None:
     device.machine.synchronize()
     assert torch.equal(found[0], values)
     assert all(torch.equal(one, changed) for one in (*found[1:], after))
+
+
+FORMS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x.t(),
+    lambda x: x.view(-1),
+    lambda x: x[1:3],
+    lambda x: x[:1],
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(saver: Saver, seed: int) -> None:
+    """Tensors are saved, changed, forgotten and asked for, in any order; all at its time."""
+    draws = random.Random(seed)
+    live = [saver.new(5, 8) for _ in range(3)]
+    packed: list[tuple[Any, Tensor]] = []
+    found: list[tuple[Tensor, Tensor]] = []
+    for _ in range(300):
+        what = draws.choice(
+            ["new", "save", "save", "save", "write", "forget", "ask", "ask", "drop"]
+        )
+        if what == "new" or len(live) < 2:
+            live.append(saver.new(5, 8))
+        elif what == "save":
+            tensor, values = draws.choice(live)
+            form = draws.choice(FORMS)
+            packed.append((saver.pack(form(tensor)), form(values)))
+        elif what == "write":
+            place = draws.randrange(len(live))
+            live[place] = live[place][0], saver.write(live[place][0])
+        elif what == "forget":
+            live.pop(draws.randrange(len(live)))
+        elif packed:
+            place = max(draws.randrange(len(packed)), draws.randrange(len(packed)))
+            if what == "ask":
+                one, values = packed[place]
+                got = saver.unpack(one)
+                found.append((saver.device.read(got), values))
+                if draws.random() < 0.2 and got.is_contiguous():
+                    saver.write(got)
+            if what == "drop" or draws.random() < 0.7:
+                packed.pop(place)
+    for one, values in packed:
+        found.append((saver.device.read(saver.unpack(one)), values))
+    found += [(saver.device.read(tensor), values) for tensor, values in live]
+    draws.choice([saver.copies()._copying, saver.device.default]).synchronize()
+    saver.device.machine.synchronize()
+    assert all(torch.equal(*pair) for pair in found)
+    packed.clear()
+    del one
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])

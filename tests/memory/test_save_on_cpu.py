@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import random
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
 from faststep import memory
+from faststep.memory.slabs import Slabs
 
 Make = Callable[..., Any]  # of a context
 
@@ -288,3 +291,26 @@ def test_a_graph_that_no_backward_runs_is_freed(pin: bool) -> None:
     del y
     gc.collect()
     assert alive() is None
+
+
+def test_slabs() -> None:
+    made: list[int] = []
+
+    def make(nbytes: int) -> Tensor:
+        made.append(nbytes >> 20)
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    slabs = Slabs(make)
+    sizes = [1, 100 << 20, 600 << 20, 3 << 30]
+    taken = [slabs.take(size) for size in sizes]
+    assert made == [64, 512, 1024, 4096]
+    for _ in range(3):  # ranges do not meet, and what is free again is whole again
+        taken += [slabs.take(random.randrange(1, 40 << 20)) for _ in range(30)]
+        by_slab = sorted((id(slab), start, end) for slab, start, end in taken)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(by_slab))
+        random.shuffle(taken)
+        slabs.returned.extend(taken)
+        taken = []
+        slabs.take_back()
+        assert all(slab.free == [(0, slab.memory.numel())] for slab in slabs.slabs)
+    assert made == [64, 512, 1024, 4096]

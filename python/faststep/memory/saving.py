@@ -2,7 +2,8 @@
 
 Two windows of `AHEAD` bytes hide the copies. They run on a stream of their own.
 
-- Forward: a tensor's memory on the device is let go of when the copies behind it take more than a
+- Forward: what is copied is a clone, made in the order of the script's stream, because the script
+  may write to the tensor meanwhile. The clone is let go of when those behind it take more than a
   window. The stream of the script waits for its copy then, not the host. So the memory is used
   again in the order of that stream, however far the host is ahead.
 - Backward: the tensors that were saved before the one that it asks for are copied back until they
@@ -146,8 +147,8 @@ class _Copy:
 
     Attributes:
         device: they on the device, flat, or None.
-        is_source: `device` is what was saved, as long as forward has not let go of it.
-        version: of `device`, as long as nobody has written there.
+        is_leaving: `device` is the clone of forward.
+        version: of `device`, as long as backward has not written there.
         event: behind the copy that ran last.
         stream: whose memory `device` is.
         saved: how many tensors of the graph have these elements.
@@ -156,26 +157,26 @@ class _Copy:
     """
 
     event: Any
-    is_source = True
+    is_leaving = True
     was_asked = False
     saved = waiting = 0
 
-    def __init__(self, copies: _Copies, source: Tensor, number: int) -> None:
+    def __init__(self, copies: _Copies, tensor: Tensor, clone: Tensor, number: int) -> None:
         self.device: Tensor | None = None
-        self.nbytes, self.version = source.nbytes, source._version
+        self.nbytes, self.version = clone.nbytes, clone._version
         # As long as it is known, no other storage has a record with the same address.
-        self._storage = StorageWeakRef(source.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._copies, self.number = copies, number
         self._range = copies.slabs.take(self.nbytes)
         slab, start, _ = self._range
-        self.host = slab.memory[start : start + self.nbytes].view(source.dtype)
-        self.stream = torch.cuda.current_stream(source.device)
-        self.device = source
+        self.host = slab.memory[start : start + self.nbytes].view(clone.dtype)
+        self.stream = torch.cuda.current_stream(tensor.device)
+        self.device = clone
 
     def __del__(self) -> None:  # in any thread, while garbage is collected
         if hasattr(self, "_range"):
             self._copies.slabs.returned.append(self._range)
-        if self.device is not None and not self.is_source:
+        if self.device is not None and not self.is_leaving:
             passed = not is_capturing() and self.event.query()
             device = None if passed else self.device
             self._copies.dropped.append((self.nbytes, device, self.stream, self.event))
@@ -227,14 +228,16 @@ class _Copies:
     def save(self, tensor: Tensor, is_contiguous: bool) -> _Saved:
         with self._lock:
             self._let_go_of_dropped()
-            if not _is_dense(tensor):
+            is_dense = _is_dense(tensor)
+            if not is_dense:
                 tensor = _dense(tensor, is_contiguous)
-            source = tensor.detach().as_strided((tensor.numel(),), (1,))
             place = storage_record_of(tensor), tensor.data_ptr()
             key = *place, tensor.numel(), tensor.dtype, tensor._version
             copy = self._known.get(key)
             if copy is None:
-                copy = self._known[key] = self._send(source)
+                flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+                copy = self._send(tensor, flat.clone() if is_dense else flat)
+                self._known[key] = copy
             return _Saved(self, copy, tensor, is_contiguous)
 
     def load(self, copy: _Copy) -> Tensor:
@@ -242,12 +245,11 @@ class _Copies:
         with self._lock:
             self._let_go_of_dropped()
             stream, device = torch.cuda.current_stream(self._device), copy.device
-            is_whole = device is not None and device._version == copy.version
             copy.was_asked = True
-            if device is not None and is_whole and copy.is_source and copy.stream == stream:
+            if device is not None and copy.is_leaving and copy.stream == stream:
                 found = device.clone()
             else:
-                if device is None or not is_whole or copy.is_source:
+                if device is None or copy.is_leaving or device._version != copy.version:
                     self._make_room()
                     device = self._fetch(copy, stream)
                 stream.wait_event(copy.event)
@@ -260,17 +262,17 @@ class _Copies:
             self._fetch_earlier(copy, stream)
             return found
 
-    def _send(self, source: Tensor) -> _Copy:
-        copy = self._order[self._count] = _Copy(self, source, self._count)
+    def _send(self, tensor: Tensor, clone: Tensor) -> _Copy:
+        copy = self._order[self._count] = _Copy(self, tensor, clone, self._count)
         self._count += 1
-        copy.event = self._copied(copy.host, source, copy.stream)
+        copy.event = self._copied(copy.host, clone, copy.stream)
         self._leaving.append((weakref.ref(copy), copy.nbytes))
         self._bytes_leaving += copy.nbytes
         while self._bytes_leaving > AHEAD and len(self._leaving) > 1:
             reference, nbytes = self._leaving.popleft()
             self._bytes_leaving -= nbytes
             oldest = reference()
-            if oldest is not None and oldest.is_source:
+            if oldest is not None and oldest.is_leaving:
                 self._let_go(oldest)
         return copy
 
@@ -313,10 +315,10 @@ class _Copies:
         """Let its memory on the device be used again, by its stream once the copy is over."""
         if copy.device is not None:
             copy.stream.wait_event(copy.event)
-            if not copy.is_source:
+            if not copy.is_leaving:
                 self._bytes_back -= copy.nbytes
                 self._back.pop(id(copy), None)
-        copy.device, copy.is_source = None, False
+        copy.device, copy.is_leaving = None, False
 
     def _let_go_of_dropped(self) -> None:
         while self.dropped:

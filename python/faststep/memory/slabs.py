@@ -9,7 +9,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 LEAST = 64 << 20  # bytes of a slab
-HELD = 4  # a slab has room for that many ranges of the size that it is made for
+MOST = 1 << 30  # unless a single range is larger
+HELD = 4  # a slab has room for that many ranges of the size that it is made for, up to MOST
 ALIGNMENT = 512
 
 
@@ -50,8 +51,9 @@ class Slabs:
                 if end - start >= size:
                     slab.free[place : place + 1] = [(start + size, end)] * (end - start > size)
                     return slab, start, start + size
+        room = max(LEAST, size, min(HELD * size, MOST))
         # torch's own pool rounds up to a power of two
-        self.slabs.append(Slab(self._make(max(LEAST, 1 << (HELD * size - 1).bit_length()))))
+        self.slabs.append(Slab(self._make(1 << (room - 1).bit_length())))
         return self.take(nbytes)
 
     def take_back(self) -> None:
