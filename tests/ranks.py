@@ -100,8 +100,9 @@ def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
     """The jobs of these tests: their own, and those that their modules list under a name."""
     found, named = {}, {}
     for item in items:
-        own, listed = getattr(item, "function", None), getattr(item, "module", None)
-        for job in (*getattr(own, name, ()), *getattr(listed, name, ())):
+        listed = getattr(getattr(item, "module", None), name, ())
+        own = getattr(getattr(item, "function", None), name, ())
+        for job in (*(job for job in own if job is item.callspec.params["job"]), *listed):
             assert found.setdefault(job.name, job) == job, f"two jobs have the name {job.name}"
         for mark in item.iter_markers("jobs"):
             (text,) = mark.args
