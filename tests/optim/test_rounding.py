@@ -16,7 +16,7 @@ import faststep
 from faststep.optim.masters import MASTER
 
 from .common import released_and_stepped
-from .test_state_dtype import KEPT, NUMBERS, make, params_of
+from .test_state_dtype import KEPT, assert_same, make, params_of, shaped
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 COUNTED = [name for name in KEPT if name not in ("momentum", "Lion")]
@@ -79,22 +79,8 @@ def step(optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def shaped(optimizer: Any, param: Tensor) -> list[tuple[str, Tensor]]:
-    """The states of a parameter's shape, in order."""
-    return [
-        (key, value)
-        for key, value in optimizer.state[param].items()
-        if isinstance(value, Tensor) and key not in (*NUMBERS, MASTER)
-    ]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    groups = one.param_groups[0]["params"], other.param_groups[0]["params"]
-    for mine, its in zip(*groups, strict=True):
-        assert torch.equal(mine, its)
-        for key, value in one.state[mine].items():
-            if value is not None:
-                assert torch.equal(value.double(), other.state[its][key].double()), key
+def without_masters(optimizer: Any, param: Tensor) -> list[Tensor]:
+    return [value for key, value in shaped(optimizer, param) if key != MASTER]
 
 
 @pytest.mark.parametrize("options", [{}, {"rounding_seed": 2**63 + 12345}], ids=str)
@@ -114,11 +100,11 @@ def test_the_step_is_that_of_states_rounded_by_noise(
             if param.grad is None or not param.numel():
                 continue
             count = int(twin.state[param]["step"].item())
-            for k, (_, value) in enumerate(shaped(twin, param)):
+            for k, value in enumerate(without_masters(twin, param)):
                 value.copy_(rounded(value, noise_of(value.numel(), k, count, index, seed)))
         assert_same(optimizer, twin)
     for param in optimizer.param_groups[0]["params"]:
-        assert {value.dtype for _, value in shaped(optimizer, param)} <= {BF16}
+        assert {value.dtype for value in without_masters(optimizer, param)} <= {BF16}
 
 
 def test_threads_change_nothing() -> None:
@@ -131,7 +117,7 @@ def test_threads_change_nothing() -> None:
             optimizer = faststep.optim.AdamW([param], betas=(0.9, 0.99), **NOISY)
             for number in range(3):
                 step(optimizer, number)
-            results.append((param.detach(), *(v for _, v in shaped(optimizer, param))))
+            results.append((param.detach(), *without_masters(optimizer, param)))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

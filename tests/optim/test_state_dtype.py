@@ -56,11 +56,11 @@ def step(optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def shaped(optimizer: Any) -> list[tuple[str, Tensor]]:
-    """The states of a parameter's shape, in order."""
+def shaped(optimizer: Any, *params: Tensor) -> list[tuple[str, Tensor]]:
+    """The states of a parameter's shape, in order; of all parameters if none is given."""
     return [
         (key, value)
-        for param in optimizer.param_groups[0]["params"]
+        for param in params or optimizer.param_groups[0]["params"]
         for key, value in optimizer.state[param].items()
         if isinstance(value, Tensor) and key not in NUMBERS
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from faststep import zero
 from faststep.zero.hooks.gradients import State
 from ranks import on_ranks
 
-from .common import Given
+from .common import Given, error_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SHAPES = [(300,), (20, 30), (7,), (2000,), (9, 9)]
@@ -168,7 +168,7 @@ def test_every_event_in_every_state(rank: int, world: int, case: str) -> None:
         if one.state is not state:
             wrong.append(f"{name}: begins in {one.state}")
         expected = TABLE[event][state]
-        said = _error(lambda o=one, e=event: o.do(e))  # type: ignore[misc]
+        said = error_of(lambda o=one, e=event: o.do(e))  # type: ignore[misc]
         if said != "no error" if expected else ERROR not in said:
             wrong.append(f"{name}: {said}")
         if one.state is not (expected or F):
@@ -195,7 +195,7 @@ def test_one_rank_fails(rank: int, world: int, case: str) -> None:
             one.do("backward fails")
         else:
             one.number += 1
-            said["errors"].append(_error(lambda o=one: o.called(o._given(rank)).backward()))
+            said["errors"].append(error_of(lambda o=one: o.called(o._given(rank)).backward()))
         one.do(drop)
         one.do("backward")
         one.do("step")
@@ -204,11 +204,3 @@ def test_one_rank_fails(rank: int, world: int, case: str) -> None:
     assert len(said["errors"]) == 3 * len(DROPS)
     for error in said["errors"]:
         assert f"a backward pass has failed on rank {1 - rank}, whose gradients" in error
-
-
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"

@@ -8,7 +8,6 @@ import io
 import math
 import pickle
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from faststep import zero
 from ranks import on_ranks
 
-from .common import SHAPES, Given, grads_for, optimizer_of
+from .common import SHAPES, Given, error_of, grads_for, optimizer_of
 from .rounded import DTYPES
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -30,14 +29,6 @@ def _bytes(saved: object) -> int:
     file = io.BytesIO()
     torch.save(saved, file)
     return len(file.getvalue())
-
-
-def _error(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
 
 
 def _differ(one: Any, other: Any) -> list[str]:
@@ -71,8 +62,8 @@ def test_saved_copied_and_resized(rank: int, world: int) -> None:
     loaded = pickle.loads(pickle.dumps(model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seen = model.p0.detach()
-    said["resized"] = [_error(lambda p=p: p.data.resize_(2 * p.numel() + 2)) for p, _ in pairs]  # type: ignore[misc]
-    said["resized"] += [_error(lambda p=p: p.untyped_storage().resize_(0)) for p, _ in pairs]  # type: ignore[misc]
+    said["resized"] = [error_of(lambda p=p: p.data.resize_(2 * p.numel() + 2)) for p, _ in pairs]  # type: ignore[misc]
+    said["resized"] += [error_of(lambda p=p: p.untyped_storage().resize_(0)) for p, _ in pairs]  # type: ignore[misc]
     _train(rank, model, sharded, 1)
     said["copies moved"] = _differ(before, copied.state_dict()) + _differ(
         before, loaded.state_dict()
