@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 import faststep
 from faststep._torch import kinds
 from faststep._torch import records as _records
+from programs import Programs
 
 from .common import assert_same_bits, parameters
 from .declarations import ALL, Declaration
@@ -228,3 +229,36 @@ def test_clipping_gradients_with_their_own_dispatch(size: int) -> None:
     param.grad = Logged(inner)
     assert faststep.clip_grad_norm_([param], 1.0) == torch.linalg.vector_norm(expected)
     torch.testing.assert_close(inner, expected / torch.linalg.vector_norm(expected))
+
+
+LATE_DTENSORS = """
+import sys, torch, torch._dynamo, faststep
+gone = sys.modules.pop("torch.distributed.tensor", None)  # some versions of torch import it
+clip = {"max_grad_norm": 1.0} if sys.argv[1] == "clipped" else {}
+ones, grad = torch.ones(4), torch.arange(4.0)
+plain, param = (torch.nn.Parameter(ones.clone()) for _ in range(2))
+plain.grad = param.grad = grad
+for one in (plain, param):
+    optimizer = faststep.optim.AdamW([one], lr=0.1, **clip)
+    optimizer.step()
+
+if gone is not None:
+    sys.modules["torch.distributed.tensor"] = gone
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+late = torch.nn.Parameter(distribute_tensor(ones.clone(), mesh, [Shard(0)]))
+late.grad = distribute_tensor(grad.clone(), mesh, [Shard(0)])
+optimizer.param_groups[0]["params"][0] = late
+optimizer.step()
+assert isinstance(optimizer.state[late]["exp_avg"], DTensor)
+assert torch.equal(late.full_tensor(), plain)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "clipped"])
+def test_dtensors_that_come_after_the_first_step(how: str, programs: Programs) -> None:
+    """Their class is learnt when a step cannot use one."""
+    done = programs.run(LATE_DTENSORS, how)
+    assert done.returncode == 0, done.stderr
