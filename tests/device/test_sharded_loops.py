@@ -22,10 +22,11 @@ from faststep._torch.ddp import is_inside_backward
 from ranks import Job, on_cuda_ranks
 from zero.common import SHAPES as ALL_SHAPES
 from zero.common import Given, differences, grads_for, mean_of, optimizer_of, states_differ
+from zero.test_scalers import OPTIONS, SCALED, check_scaled, scaled
 
 from . import fake
 from .common import scaler_on
-from .test_sharded import backward, machine, on_device, without_waiting
+from .test_sharded import DEVICE, backward, machine, on_device, without_waiting
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -42,55 +43,17 @@ def _give(whole: nn.Module, parts: list[list[Any]], factor: float = 1.0) -> None
 
 
 def _scaled(rank: int, world: int, ours: bool, how: str) -> dict[str, Any]:
-    """A scaler on a run with an inf on rank 1 in step 2, against a single process."""
     with machine():
-        model, whole = _pair()
-        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=0.1)
-        reference = faststep.optim.AdamW(whole.parameters(), lr=0.01)
-        options = {"init_scale": 1024.0, "growth_interval": 3}
-        scaler, other = scaler_on(0, **options), scaler_on(None, **options)
+        scaler, other = scaler_on(0, **OPTIONS), scaler_on(None, **OPTIONS)
         if not ours:
-            scaler = torch.amp.GradScaler("cpu", **options)
+            scaler = torch.amp.GradScaler("cpu", **OPTIONS)
             scaler._lazy_init_scale_growth_tracker(torch.device("cuda", 0))
-        wrong, scales, skipped = [], [], []
-        for step in range(6):
-            parts = [grads_for(model, r, step) for r in range(world)]
-            if step == 2:
-                parts[1][2].view(-1)[5] = float("inf")
-            norm = None
-            with without_waiting(step > 0 and ours):
-                backward(scaler.scale(model(parts[rank])))
-                if how == "unscale":
-                    scaler.unscale_(optimizer)
-                    norm = optimizer.clip_grad_norm_(1.0)
-                scaler.step(optimizer, **({"max_norm": 1.0} if how == "max_norm" else {}))
-                scaler.update()
-            scale = other.scale(torch.ones(())).item()
-            _give(whole, [[fake.plain(g) for g in part] for part in parts], scale)
-            if how == "unscale":
-                other.unscale_(reference)
-                expected = faststep.clip_grad_norm_(list(whole.parameters()), 1.0)
-                scales += [norm.item(), expected.item()]
-            other.step(reference, **({"max_norm": 1.0} if how == "max_norm" else {}))
-            other.update()
-            optimizer.zero_grad()
-            reference.zero_grad()
-            skipped.append(optimizer.step_was_skipped)
-            scales += [scaler.get_scale(), other.get_scale()]
-            wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
-        return {"wrong": wrong, "scales": scales, "skipped": skipped}
-
-
-SCALED = ["ours, plain", "ours, unscale", "ours, max_norm", "torch, plain", "torch, unscale"]
+        return scaled(rank, world, how, (scaler, other), DEVICE)
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scalers_skip_on_every_rank(name: str, cuda_ranks: Ranks) -> None:
-    first, second = cuda_ranks(f"cuda scaled: {name}")
-    assert first["wrong"] == second["wrong"] == []
-    assert first["skipped"] == second["skipped"] == [False, False, True, False, False, False]
-    assert str(first["scales"]) == str(second["scales"])
-    assert str(first["scales"][::2]) == str(first["scales"][1::2])
+    check_scaled(cuda_ranks(f"cuda scaled: {name}"))
 
 
 def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
