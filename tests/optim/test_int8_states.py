@@ -501,13 +501,65 @@ def test_floats_that_a_script_puts_in_the_place_of_codes() -> None:
     assert state["exp_avg"].any()
 
 
-def test_a_native_state_dict_with_wrong_scales() -> None:
-    optimizer = make("AdamW", params_of(F32), state_dtype="int8")
+def _without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state.pop(key)
+
+
+def _with_scale(scale: float) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state[SCALES].view(-1)[3].fill_(scale)
+
+
+def _changed(key: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state.update({key: change(state[key])})
+
+
+_NOT_ITS, _NONE = "'state_scales' are not the scales of 'exp_avg", "'state_scales' are no scales"
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "short": (_changed(SCALES, lambda s: s[:, 1:].clone()), _NOT_ITS),
+    "a row": (_changed(SCALES, lambda s: s[:1].clone()), _NOT_ITS),
+    "flat": (_changed(SCALES, lambda s: s.view(-1).clone()), _NOT_ITS),
+    "int": (_changed(SCALES, Tensor.int), _NONE),
+    "list": (_changed(SCALES, Tensor.tolist), _NONE),
+    "inf": (_with_scale(torch.inf), _NONE),
+    "negative": (_with_scale(-1.0), _NONE),
+    "missing": (_without(SCALES), "'state_scales' are missing beside 'exp_avg'"),
+    "None": (_changed(SCALES, lambda _: None), "'state_scales' are missing beside 'exp_avg'"),
+    "few codes": (_changed("exp_avg", lambda s: s.view(-1)[:50].clone()), _NOT_ITS),
+    "unsigned": (_changed("exp_avg", lambda s: s.view(ROOT)), "codes of torch.uint8, and not of"),
+    "signed": (_changed("exp_avg_sq", lambda s: s.view(SIGNED)), "codes of torch.int8, and not"),
+    "no step": (_without("step"), "step"),  # torch's error
+}
+
+
+@pytest.mark.parametrize("kept", [None, "bf16", "int8"])
+@pytest.mark.parametrize("how", DAMAGED)
+def test_damaged_codes_are_not_loaded(how: str, kept: str | None) -> None:
+    """The error names the parameter, and the states that were there are there still."""
+    shapes = ((70, 100), (70, 100))
+    optimizer = make("AdamW", params_of(F32, shapes), state_dtype="int8")
+    other = make("AdamW", params_of(F32, shapes), state_dtype=kept)
+    for seed, one in enumerate((optimizer, other)):
+        step(one, seed)
+    change, text = DAMAGED[how]
+    saved = copy.deepcopy(optimizer.state_dict(native=True))
+    saved["param_groups"][0]["lr"] = 7.0
+    change(saved["state"][1])
+    twin = copy.deepcopy(other)
+    error, named = (KeyError, "") if how == "no step" else (ValueError, "state of parameter 1: .*")
+    with pytest.raises(error, match=named + text):
+        other.load_state_dict(saved)
+    for one in (other, twin):
+        step(one, 3)
+    assert_same(other, twin)
+
+
+def test_a_nan_scale_is_loaded() -> None:
+    optimizer = make("AdamW", params_of(F32, ((70, 100),)), state_dtype="int8")
     step(optimizer, 0)
-    saved = optimizer.state_dict(native=True)
-    saved["state"][1] = {**saved["state"][1], SCALES: saved["state"][1][SCALES][:, 1:]}
-    with pytest.raises(ValueError, match="'state_scales' are not the scales of 'exp_avg'"):
-        make("AdamW", params_of(F32)).load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict(native=True))
+    _with_scale(torch.nan)(saved["state"][0])
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].isnan().sum() == 36  # the end of row 1
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -325,6 +325,18 @@ def test_other_states_are_named_and_nothing_has_changed() -> None:
         plain.step()
 
 
+@pytest.mark.parametrize("master_weights", ["fp32", "remainder16"])
+def test_remainders_of_another_shape_are_not_loaded(master_weights: str) -> None:
+    both = _both("AdamW")
+    _step(both, 0)
+    saved = copy.deepcopy(both[1].state_dict(native=True))
+    saved["state"][4][MASTER] = saved["state"][4][MASTER][1:]
+    other = _made("AdamW", _params(), master_weights=master_weights)
+    with pytest.raises(ValueError, match=f"parameter 4: '{MASTER}' has the shape .4, 4, 3, 3"):
+        other.load_state_dict(saved)
+    assert not other.state
+
+
 def test_remainders_of_any_strides() -> None:
     both = _both("AdamW")
     _step(both, 0)

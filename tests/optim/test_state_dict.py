@@ -139,6 +139,7 @@ def test_state_dict_aliases_the_state(declaration: Declaration) -> None:
             assert value is held[index][key], "a step updates the states in place"
 
 
+@pytest.mark.filterwarnings("ignore:.*gives states in bfloat16 their parameter")
 @over_torchs
 def test_loading_casts_as_torch_does(declaration: Declaration) -> None:
     """bf16 states into an fp32 model, and back: torch casts to the parameter's dtype."""

@@ -22,6 +22,7 @@ from .test_masters import CLASSES
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*and so not at all"),
     pytest.mark.filterwarnings("ignore:.* are lost in most elements"),
+    pytest.mark.filterwarnings("ignore:.*gives states in bfloat16 their parameter"),
 ]
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

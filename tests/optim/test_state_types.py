@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import faststep
 
@@ -24,6 +29,7 @@ from .common import (
     outcome,
     parameters,
     set_gradients,
+    state_tensors,
     train,
 )
 from .declarations import ADAM, ADAMW, ALL, ASGD, NADAM, OTHERS, SGD, Declaration
@@ -248,12 +254,54 @@ def test_states_of_a_type_that_others_chose(dtype: torch.dtype, option: Any) -> 
     theirs = torch.optim.AdamW([param], betas=(0.9, 0.99))
     theirs.load_state_dict(copy.deepcopy(saved))
     ours = faststep.optim.AdamW([param], betas=(0.9, 0.99), state_dtype=option)
-    ours.load_state_dict(copy.deepcopy(saved))
+    found = outcome(lambda: ours.load_state_dict(copy.deepcopy(saved)))
+    warns = dtype is torch.float32 and option is None
+    assert ["state_dtype=\"bf16\" keeps 'exp_avg'" in text for _, text in found[2]] == [
+        True
+    ] * warns
     wanted = {None: dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[option]
     for key in moments:
         assert theirs.state[param][key].dtype == dtype
         assert ours.state[param][key].dtype == wanted
         assert torch.equal(ours.state[param][key].float(), saved["state"][0][key].float())
+
+
+@pytest.mark.parametrize("how", ["state dict", "checkpoint", "accelerate", "low precision"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_bf16_states_stay_where_the_optimizer_has_them(how: str, masters: bool) -> None:
+    """As of a hook: loading a state dict with such states gives them no other type."""
+    keys = ("exp_avg", "exp_avg_sq")
+    model = torch.nn.Linear(9, 7).to(torch.bfloat16 if masters else torch.float32)
+    params = list(model.parameters())
+    optimizer = faststep.optim.AdamW(params, betas=(0.9, 0.99), master_weights=masters)
+    train(optimizer, params)
+    for state in optimizer.state.values():
+        state.update({key: state[key].to(torch.bfloat16) for key in keys})
+    train(optimizer, params)
+    optimizer.zero_grad()
+    before = state_tensors(optimizer)
+    if how == "state dict":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif how == "checkpoint":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there is one process
+            saved = get_optimizer_state_dict(model, optimizer)
+            set_optimizer_state_dict(model, optimizer, saved)
+    elif how == "accelerate":
+        pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(optimizer)
+    elif not masters:
+        faststep.amp.low_precision_weights(model, optimizer)
+        assert all(
+            state["master_weights"].dtype is torch.float32 for state in optimizer.state.values()
+        )
+        before = [v for v in before if v.dim()]
+        assert_same_bits([s[k] for s in optimizer.state.values() for k in keys], before)
+        return
+    assert_same_bits(state_tensors(optimizer), before)
+    train(optimizer, params)
+    assert {state[key].dtype for state in optimizer.state.values() for key in keys} == {
+        torch.bfloat16
+    }
 
 
 def test_one_norm_and_one_scale_for_all() -> None:

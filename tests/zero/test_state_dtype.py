@@ -112,17 +112,21 @@ def test_estimate_counts_them() -> None:
 
 
 @on_ranks(2)
-def test_states_that_a_script_has_put_there(rank: int, world: int) -> None:
-    """They keep their type in slices, and are loaded as torch does it."""
-    model = _Net(torch.float32)
-    optimizer = faststep.optim.AdamW(model.parameters(), lr=0.01)
-    for param in model.parameters():
-        moments = {key: torch.zeros_like(param).bfloat16() for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = {"step": torch.zeros(()), **moments}
-    sharded = zero.shard(model, optimizer)
-    _train(model, sharded, range(2))
-    saved = [sharded.state_dict()]
-    assert _types(sharded) == ({torch.bfloat16} if rank == 0 else set())
-    dist.broadcast_object_list(saved)
-    sharded.load_state_dict(saved[0])
-    assert _types(sharded) == ({torch.float32} if rank == 0 else set())
+def test_states_that_a_script_has_made(rank: int, world: int) -> None:
+    """In bfloat16, without the option: they stay so in shards, and where they are loaded."""
+    for stage in (1, 2):
+        model = _Net(torch.float32)
+        plain = faststep.optim.AdamW(model.parameters(), lr=0.01)
+        _train(model, plain, range(2))
+        for state in plain.state.values():
+            state.update({k: v.bfloat16() for k, v in state.items() if k != "step"})
+        alone, optimizer = copy.deepcopy((model, plain))
+        sharded = zero.shard(model, plain, stage=stage)
+        for step in (2, 3):
+            _train(alone, optimizer, range(step, step + 1))
+            _train(model, sharded, range(step, step + 1))
+            _assert_same(alone, model)
+            saved = [sharded.state_dict()]
+            assert _types(sharded) == ({torch.bfloat16} if rank == 0 else set())
+            dist.broadcast_object_list(saved)
+            sharded.load_state_dict(saved[0])

@@ -15,7 +15,7 @@ from .._torch.fsdp import is_fsdp_shard
 from ..grads.owners import accumulating, releasing
 from ..grads.params import described
 from ..optim.base import FusedOptimizer
-from ..optim.masters import MASTER, StateFormats, begin_state, has_master
+from ..optim.masters import MASTER, StateFormats, begin_state, has_master, is_bf16
 
 # Modules whose parameters all go into one operator of autocast's lower-precision list, of CPUs and
 # of CUDA, and nowhere else. A subclass may do otherwise.
@@ -185,7 +185,8 @@ def _convert(
     if master.stride() != param.stride():  # it had gaps
         master = torch.empty_like(param, dtype=torch.float32).copy_(master)
     state = {**optimizer.state.get(param, {}), MASTER: master}
-    optimizer.state[param] = formats.fitting(state, param)
+    staying = [k for k, v in state.items() if is_bf16(v) and not formats.is_asked(k, param)]
+    optimizer.state[param] = formats.fitting(state, param, staying)
     if not optimizer._zeros_differ(group):  # else the first step makes the rest
         [rule] = optimizer._rules([group])
         begin_state(optimizer, group, rule, param)

@@ -45,6 +45,26 @@ def decoded(state: Mapping[str, Any], shard: Shard | None = None) -> dict[str, A
     return {key: shown(state, key, shard) for key in state if key != SCALES}
 
 
+def check_codes(
+    state: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], shard: Shard | None
+) -> None:
+    """Raise ValueError for codes without scales, of other types than `dtypes`, or with scales that
+    no step has written."""
+    scales = state.get(SCALES)
+    for key, value in state.items():
+        if key in dtypes and are_codes(value):
+            if value.dtype is not dtypes[key]:
+                raise ValueError(f"'{key}' has codes of {value.dtype}, and not of {dtypes[key]}")
+            if scales is None:
+                raise ValueError(f"'{SCALES}' are missing beside '{key}'")
+    if scales is None:
+        return
+    is_float = isinstance(scales, Tensor) and scales.is_floating_point()
+    if not is_float or bool(((scales < 0) | scales.isinf()).any()):
+        raise ValueError(f"'{SCALES}' are no scales: these are numbers from 0 on, or NaN")
+    check_scales(state, shard)
+
+
 def check_scales(state: Mapping[str, Any], shard: Shard | None = None) -> None:
     """Raise ValueError if the scales of a state are not those of its codes."""
     scales = state.get(SCALES)

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
-from .codes import SCALES, decoded
+from .codes import SCALES, are_codes, check_codes, decoded
 from .foreign_states import translated
-from .masters import StateFormats, give_masters
+from .masters import MASTER, StateFormats, give_masters, is_bf16, is_remainder
+from .param_shards import Shard
 from .request import Steppable
-from .state_kinds import GROUP_OPTIONS, all_kinds, kinds_in, options_in
+from .state_kinds import GROUP_OPTIONS, kinds_in, options_in
 
 
 class _Boxed(Tensor):
     """A box around a state, which torch then leaves as it is."""
 
     value: Tensor
+    stays: bool  # and whoever else
 
     def to(self, *_: Any, **__: Any) -> Tensor:
         """Itself."""
         return self
 
 
-def _boxed(value: Tensor) -> _Boxed:
+def _boxed(value: Tensor, stays: bool) -> _Boxed:
     boxed = _Boxed()  # an empty tensor: some classes of torch replace states that are no tensors
-    boxed.value = value
+    boxed.value, boxed.stays = value, stays
     return boxed
 
 
@@ -39,73 +43,128 @@ class _Loading(NamedTuple):
     kinds: Steppable  # which masters and types it has
     options: list[dict[str, Any]]  # of the groups
     fits: bool  # the states are given these types, not only kept as they are
+    own: Mapping[Tensor, dict[str, Any]]  # the states that are there
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
         state_dict = translated(self.kinds, optimizer.param_groups, state_dict)
         of_groups = [kinds_in(self.kinds, group) for group in optimizer.param_groups]
         plain = not self.kinds._keeps_masters and all(kinds.is_torchs for kinds in of_groups)
-        if plain and not _has_codes(state_dict):
+        if plain and not _has_narrow(state_dict):
             return state_dict  # torch gives all types
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         params = dict(zip(saved, params_of(optimizer)))  # noqa: B905 - torch says what does not fit
         formats = StateFormats(self.kinds, optimizer.param_groups)
-        states = {
-            key: {
-                name: _wrapped(name, value, params[key], state, formats)
-                for name, value in state.items()
-            }
-            if key in params
-            else state
-            for key, state in state_dict["state"].items()
-        }
+        states = dict(state_dict["state"])
+        widened: list[str] = []
+        for key, state in states.items():
+            param = params.get(key)
+            if isinstance(param, Tensor):
+                self._check(key, state, formats.shard_of(param), param)
+                states[key] = {
+                    name: self._wrapped(name, value, param, state, formats, widened)
+                    for name, value in state.items()
+                }
+        if widened and self.kinds._made_from is None:
+            warnings.warn(
+                f"{type(self.kinds).__name__}: load_state_dict() gives states in bfloat16 their "
+                f'parameter\'s type, as torch does: state_dtype="bf16" keeps {widened[0]}',
+                stacklevel=6,
+            )
         return {**state_dict, "state": states}
+
+    def _check(
+        self, key: object, state: Mapping[str, Any], shard: Shard | None, param: Tensor
+    ) -> None:
+        """Raise ValueError, which names the parameter, for a damaged state in codes or halves."""
+        master = state.get(MASTER)
+        try:
+            check_codes(state, self.kinds._code_dtypes, shard)
+            if is_remainder(master) and master.shape != param.shape:
+                shape, wanted = tuple(master.shape), tuple(param.shape)
+                raise ValueError(f"{MASTER!r} has the shape {shape}, and the parameter {wanted}")
+        except ValueError as error:
+            text = f"load_state_dict(): the state of parameter {key!r}: {error}"
+            raise ValueError(text) from None
+
+    def _wrapped(
+        self,
+        name: str,
+        value: Any,
+        param: Tensor,
+        state: dict[str, Any],
+        formats: StateFormats,
+        widened: list[str],
+    ) -> Any:
+        """In a box, unless torch is to give it the type of the parameter.
+
+        A state in bfloat16 that is to be of another type, without an option that says so, stays
+        where the optimizer has it in bfloat16. Its name goes to `widened` if it does not.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        stays = False
+        if is_bf16(value) and name not in (SCALES, MASTER) and not formats.is_asked(name, param):
+            stays = is_bf16(self.own.get(param, {}).get(name))
+            if not stays and param.dtype is not torch.bfloat16:
+                widened.append(repr(name))
+        is_kept = stays or formats.dtype_of(name, param) is not None
+        return _boxed(value, stays) if is_kept or (SCALES in state and name != "step") else value
 
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
         for group, own in zip(optimizer.param_groups, self.options, strict=True):
             _drop_options(group)  # those of a checkpoint are not this optimizer's
             group.update(own)
+        formats = StateFormats(self.kinds) if self.fits else None
         states = {
-            param: _unwrapped(state, param) if isinstance(param, Tensor) else state
+            param: _fitted(state, param, formats) if isinstance(param, Tensor) else state
             for param, state in optimizer.state.items()
         }
-        if self.fits:
-            formats = StateFormats(self.kinds)
-            for param, state in states.items():
-                if isinstance(param, Tensor):
-                    states[param] = formats.fitting(state, param)
         optimizer.state = defaultdict(dict, states)
 
 
-def _wrapped(
-    name: str, value: Any, param: Tensor, state: dict[str, Any], formats: StateFormats
-) -> Any:
-    """In a box, unless torch is to give it the type of the parameter."""
-    if not isinstance(value, Tensor) or not isinstance(param, Tensor):
-        return value
-    is_kept = formats.dtype_of(name, param) is not None
-    return _boxed(value) if is_kept or (SCALES in state and name != "step") else value
+def _fitted(state: dict[str, Any], param: Tensor, formats: StateFormats | None) -> dict[str, Any]:
+    made = _unwrapped(state, param)
+    staying = [name for name, value in state.items() if isinstance(value, _Boxed) and value.stays]
+    return made if formats is None else formats.fitting(made, param, staying)
 
 
-def _has_codes(state_dict: dict[str, Any]) -> bool:
+def _has_narrow(state_dict: dict[str, Any]) -> bool:
+    """True if there are codes, scales or states in bfloat16."""
     states = state_dict.get("state", {}).values()
-    return any(SCALES in state for state in states if isinstance(state, dict))
+    return any(
+        key == SCALES or are_codes(value) or getattr(value, "dtype", None) is torch.bfloat16
+        for state in states
+        if isinstance(state, dict)
+        for key, value in state.items()
+    )
 
 
 @contextlib.contextmanager
-def loading_states(optimizer: Optimizer, kinds: Steppable, fits: bool = True) -> Iterator[None]:
+def loading_states(
+    optimizer: Optimizer,
+    kinds: Steppable,
+    fits: bool = True,
+    own: Mapping[Tensor, dict[str, Any]] | None = None,
+) -> Iterator[None]:
     """Inside, torch's load_state_dict() loads masters, and states of the types that `kinds` has.
 
-    Unless it `fits` them, those that torch would change stay as they were saved.
+    Unless it `fits` them, those that torch would change stay as they were saved. `own` are the
+    states that are there. An error leaves them there.
     """
-    loading = _Loading(kinds, [options_in(group) for group in optimizer.param_groups], fits)
+    groups, states = optimizer.param_groups, optimizer.state
+    options = [options_in(group) for group in groups]
+    loading = _Loading(kinds, options, fits, states if own is None else own)
     handles = [
         optimizer.register_load_state_dict_pre_hook(loading.wrap),
         optimizer.register_load_state_dict_post_hook(loading.unwrap, prepend=True),
     ]
     try:
         yield
+    except BaseException:
+        optimizer.param_groups, optimizer.state = groups, states
+        raise
     finally:
         for handle in handles:
             handle.remove()
@@ -155,12 +214,12 @@ def _drop_options(group: dict[str, Any]) -> None:
 def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
     """The same, but for counters."""
     hide_options(optimizer, state_dict)
-    if not native and any(kinds.codes_from for kinds in all_kinds(optimizer)):
-        states = state_dict["state"]
+    states = state_dict["state"]
+    if not native and any(SCALES in state for state in states.values()):
         indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         formats = StateFormats(optimizer)
         for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters
-            if index in states:
+            if SCALES in states.get(index, {}):
                 states[index] = decoded(states[index], formats.shard_of(param))
     if not native:
         give_masters(optimizer, state_dict)

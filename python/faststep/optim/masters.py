@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -265,8 +265,15 @@ class StateFormats:
             for key, dtype in self._optimizer._code_dtypes.items()
         }
 
-    def fitting(self, state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-        """A state as a step needs it: of its types, without a master where none is kept."""
+    def is_asked(self, key: str, param: Tensor) -> bool:
+        """True if an option says of which type an entry is."""
+        return self._kinds_of(param)[0].of(key) is not None
+
+    def fitting(
+        self, state: Mapping[str, Any], param: Tensor, staying: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """A state as a step needs it: of its types but for some names, without a master where none
+        is kept."""
         fit, was_coded, shard = {}, SCALES in state, self.shard_of(param)
         dtypes = self.code_dtypes_of(param)
         if was_coded and not fit_codes(state, dtypes, param):
@@ -275,12 +282,15 @@ class StateFormats:
             dtype = self.dtype_of(key, param)
             if key == MASTER and dtype is None:
                 continue
+            if key in staying:
+                fit[key] = value
+                continue
             if was_coded and dtype is None and key != "step":
                 dtype = param.dtype  # as torch does where there are no codes
             is_cast = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
             if is_cast and dtype is torch.int16:
                 fit[key] = _remainder(value, param)
-            elif key == MASTER and dtype is torch.float32 and _is_remainder(value):
+            elif key == MASTER and dtype is torch.float32 and is_remainder(value):
                 fit[key] = joined(param, value)
             else:
                 is_cast = is_cast and dtype is not None and dtype.is_floating_point
@@ -300,12 +310,18 @@ def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
     for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - a hook may change it
         state = state_dict["state"].get(index, {})
         remainder = state.get(MASTER)
-        if _is_remainder(remainder):
+        if is_remainder(remainder):
             state_dict["state"][index] = {**state, MASTER: joined(param, remainder)}
 
 
-def _is_remainder(value: object) -> TypeGuard[Tensor]:
+def is_remainder(value: object) -> TypeGuard[Tensor]:
+    """True for the other half of a master."""
     return isinstance(value, Tensor) and value.dtype is torch.int16
+
+
+def is_bf16(state: object) -> TypeGuard[Tensor]:
+    """True for a state in bfloat16, and none of a single number."""
+    return isinstance(state, Tensor) and state.dtype is torch.bfloat16 and state.dim() > 0
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:

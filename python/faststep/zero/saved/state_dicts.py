@@ -131,8 +131,10 @@ class StateDicts(Optimizer):
             self._engine.follow_groups()
             self._engine.follow_moves()
             self.state = defaultdict(dict)
+            parts = ((s.param, s.part.values) for s in self._engine.slots if s.part is not None)
+            own = {param: self._owned.state.get(part, {}) for param, part in parts}
             try:
-                with loading_states(self, self._owned, fits=False):
+                with loading_states(self, self._owned, fits=False, own=own):
                     super().load_state_dict(state_dict)
                 _drop_missing(self.state)
                 self._complete_loaded()
