@@ -84,10 +84,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     _formula: ClassVar[Formula]
 
-    # Names of 0-d states beside `step`, and whether torch keeps both on the parameter's device.
-    _numbers: ClassVar[tuple[str, ...]] = ()
-    _counts_on_device: ClassVar[bool] = False
-
     # True if a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
@@ -368,7 +364,11 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """As torch's; beside masters states stay fp32, and without `master_weights` none are kept.
 
         Masters that a state dict lacks begin as the parameters. States become of `state_dtype`;
-        without it they become of the parameter's type, as in torch.
+        without it they become of the parameter's type, as in torch, but for those in bfloat16 that
+        the optimizer has in bfloat16 too. An error leaves everything as it was.
+
+        Raises:
+            ValueError: torch's errors; a state in codes lacks its scales or does not fit them.
         """
         if self._made_from is not None:  # a state of that name is the script's
             super().load_state_dict(state_dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -43,18 +43,25 @@ class StateKinds(NamedTuple):
 AS_TORCH = StateKinds()
 
 
-class Kinded(Protocol):
+class Named(Protocol):
+    """A class of optimizers, as far as the names of its states go."""
+
+    _code_dtypes: ClassVar[Mapping[str, torch.dtype]]
+
+    @classmethod
+    def _state_names(cls) -> tuple[str, ...]: ...
+
+
+class Kinded(Named, Protocol):
     """An optimizer, as far as the types of its states go."""
 
     param_groups: list[dict[str, Any]]
     _kinds: StateKinds
     _made_from: ClassVar[Any]
-    _code_dtypes: ClassVar[Mapping[str, torch.dtype]]
 
 
 def kinds_by(
-    kind: str,
-    code_dtypes: Iterable[str],
+    kind: type[Named],
     before: StateKinds,
     state_dtype: object = None,
     min_8bit_size: Any = None,
@@ -78,7 +85,7 @@ def kinds_by(
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding must be "nearest" or "stochastic", not {rounding!r}')
         kinds = kinds._replace(is_noisy=rounding == "stochastic")
-    _check(kind, set(code_dtypes), kinds)
+    _check(kind, kinds)
     return kinds._replace(
         codes_from=max(1, kinds.smallest) if kinds._has(torch.int8) else 0,
         noise_seed=kinds.seed if kinds.is_noisy else None,
@@ -92,9 +99,9 @@ def _dtype_of(name: object) -> torch.dtype | None:
     raise ValueError(f"state_dtype must be {', '.join(['None', *names])} or {last}, not {name!r}")
 
 
-def _check(kind: str, coded: set[str], kinds: StateKinds) -> None:
+def _check(kind: type[Named], kinds: StateKinds) -> None:
     """Raise ValueError for kinds out of range."""
-    seed, smallest = kinds.seed, kinds.smallest
+    seed, coded, names = kinds.seed, set(kind._code_dtypes), kind._state_names()
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
         raise ValueError(f"rounding_seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
     if kinds.is_noisy and not kinds._has(torch.bfloat16):
@@ -103,11 +110,15 @@ def _check(kind: str, coded: set[str], kinds: StateKinds) -> None:
     if (kinds.dtype is torch.int8 and not coded) or not wanted <= coded:
         which = ", ".join(map(repr, sorted(wanted - coded)))
         raise ValueError(
-            f'{kind} does not take state_dtype="int8"{which and " of " + which}: Adam, AdamW, Lion '
-            "and SGD with momentum do"
+            f'{kind.__name__} does not take state_dtype="int8"{which and " of " + which}: Adam, '
+            "AdamW, Lion and SGD with momentum do"
         )
-    if kinds._has(torch.int8):
-        _check_smallest(smallest)
+    if others := [repr(key) for key, _ in kinds.by_name if key not in names]:
+        raise ValueError(
+            f"state_dtype has {', '.join(others)}, and the states of {kind.__name__} are "
+            f"{', '.join(map(repr, names))}"
+        )
+    _check_smallest(kinds.smallest)
 
 
 def _check_smallest(smallest: object) -> None:
@@ -125,7 +136,7 @@ def kinds_in(optimizer: Kinded, group: Mapping[str, Any]) -> StateKinds:
     if GROUP_OPTIONS.isdisjoint(group) or optimizer._made_from is not None:
         return optimizer._kinds  # in a class that stands for torch's such a key is the script's
     options = options_in(group)
-    return kinds_by(type(optimizer).__name__, optimizer._code_dtypes, optimizer._kinds, **options)
+    return kinds_by(type(optimizer), optimizer._kinds, **options)
 
 
 def all_kinds(optimizer: Kinded) -> list[StateKinds]:

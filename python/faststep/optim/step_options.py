@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
@@ -14,6 +15,7 @@ from typing_extensions import Unpack  # torch depends on it
 from .checks import OPTIONS, check_limit
 from .masters import has_remainders, keeps_masters
 from .param_shards import Shards
+from .request import Formula
 from .state_kinds import AS_TORCH, StateKinds, kinds_by
 from .wrapped import PassesOn
 
@@ -102,6 +104,10 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _shards: Shards | None = None  # of the slices of faststep.zero
     _divided_shards: tuple[list[Tensor], list[Any], Shards] | None = None  # of DTensors
 
+    # Names of 0-d states beside `step`, and whether torch keeps both on the parameter's device.
+    _numbers: ClassVar[tuple[str, ...]] = ()
+    _counts_on_device: ClassVar[bool] = False
+
     # The states that a class can keep in codes of 8 bits, in the rule's order: int8 with signs,
     # uint8 without.
     _code_dtypes: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
@@ -130,7 +136,16 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
             raise ValueError('rounding must be "nearest" or "stochastic", not None')
         numbers = StateKinds(smallest=min_8bit_size, seed=rounding_seed)
         asked = {"state_dtype": state_dtype, "rounding": rounding}
-        self._kinds = kinds_by(type(self).__name__, self._code_dtypes, numbers, **asked)
+        self._kinds = kinds_by(type(self), numbers, **asked)
+
+    @classmethod
+    @functools.cache
+    def _state_names(cls) -> tuple[str, ...]:
+        """The states of a parameter's shape that the class may have."""
+        parts = [value for kind in cls.__mro__ for value in vars(kind).values()]
+        parts += [value for part in parts if isinstance(part, dict) for value in part.values()]
+        names = [key for one in parts if isinstance(one, Formula) for key in one.state_keys]
+        return tuple(name for name in dict.fromkeys(names) if name not in ("step", *cls._numbers))
 
     @property
     def _devices(self) -> tuple[int, ...]:
