@@ -18,6 +18,7 @@ RELEASED = ("150 x 64", "2000 x 64")
 # Sharded parameters: how many, and the elements of each on all ranks together.
 DTENSORS = {"150 x 4096": (150, 4096), "150 x 256K": (150, 1 << 18), "1000 x 64": (1000, 64)}
 LARGE = ("16 x 1M", "ResNet-50", "GPT-2 small")
+FEW_BYTES = ("16 x 1M", "GPT-2 small")  # of states and parameters in 8 and 16 bits
 GPT_BELOW = "GPT-2 small, norm below the limit"
 SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")
 
@@ -40,9 +41,13 @@ def all_works(largest: int) -> list[Work]:
     works += [
         Work(narrow, name, shapes[name])
         for narrow in ("adamw bf16 states", "adamw int8 states")
-        for name in (MANY_SMALL, "16 x 1M", "GPT-2 small")
+        for name in (MANY_SMALL, *FEW_BYTES)
     ]
-    works.append(Work("adamw remainders", "16 x 1M", shapes["16 x 1M"]))
+    works += [
+        Work(halves, name, shapes[name])
+        for halves in ("adamw remainders", "adamw remainders int8", "chain remainders int8")
+        for name in FEW_BYTES
+    ]
     works += [Work(family, name, shapes[name]) for family in ("sgd", "lion") for name in shapes]
     works += [
         Work(name.lower(), label, shapes[label])

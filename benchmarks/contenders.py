@@ -91,9 +91,9 @@ def swapped_chain(parameters: Sequence[Parameter]) -> Round:
     return chain_of(optimizer, faststep.amp.GradScaler, faststep.clip_grad_norm_, parameters)
 
 
-def fused_chain(parameters: Sequence[Parameter]) -> Round:
+def fused_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
     """faststep's shorter chain, in which the step unscales and clips."""
-    optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
+    optimizer = faststep.optim.AdamW(parameters, lr=1e-4, **options)
     scaler = _scaler(faststep.amp.GradScaler, parameters)
 
     def chain() -> None:
@@ -132,13 +132,15 @@ def _torch_step(make: Callable[..., Any], **options: Any) -> Callable[[Sequence[
     return partial(_step, make, **options)
 
 
-def _in_halves(state_dtype: str, parameters: Sequence[Parameter]) -> Round:
-    """faststep's step of bf16 copies, whose masters are remainders."""
+def _in_halves(
+    state_dtype: str, parameters: Sequence[Parameter], round_of: Callable[..., Round] | None = None
+) -> Round:
+    """faststep's step of bf16 copies, whose masters are remainders, or another round of them."""
     copies = [Parameter(param.detach().bfloat16()) for param in parameters]
     for param, copied in zip(parameters, copies, strict=True):
         copied.grad = None if param.grad is None else param.grad.bfloat16()
     options = {"master_weights": "remainder16", "state_dtype": state_dtype}
-    return _step(faststep.optim.AdamW, copies, **options)
+    return (round_of or partial(_step, faststep.optim.AdamW))(copies, **options)
 
 
 def _clip(clip: Callable[..., object]) -> Callable[[Sequence[Parameter]], Round]:
@@ -174,6 +176,16 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
             Contender(OURS, partial(_in_halves, "bf16")),
             Contender("faststep, fp32 states", partial(_in_halves, "fp32")),
             Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
+        ),
+        "adamw remainders int8": (
+            Contender(OURS, partial(_in_halves, "int8")),
+            Contender("faststep, fp32", _torch_step(faststep.optim.AdamW)),
+            Contender("torch fused, fp32", _torch_step(torch.optim.AdamW, fused=True)),
+        ),
+        "chain remainders int8": (
+            Contender(OURS, partial(_in_halves, "int8", round_of=fused_chain)),
+            Contender("faststep, fp32", fused_chain),
+            Contender("torch fused, fp32", partial(torch_chain, fused=True)),
         ),
         "sgd": (
             Contender(OURS, _torch_step(faststep.optim.SGD, momentum=0.9)),

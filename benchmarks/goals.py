@@ -6,9 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench_rows import DTENSORS, GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
+from bench_rows import (
+    DTENSORS,
+    FEW_BYTES,
+    GPT_BELOW,
+    HOST_TENSORS,
+    LARGE,
+    MANY_SMALL,
+    RELEASED,
+    SMOKE,
+)
 from contenders import OURS, SWAPPED
 from dtensor_steps import TORCH
+from faststep import _C
 from faststep.cli.console import table, times
 from loader_rows import BEST, COPY, LOADER_WORKS
 from sharded import DDP, DEEPSPEED, FSDP2, IN_FORWARD, OUR_STAGES
@@ -29,6 +39,30 @@ class Goal:
     rival: str
     at_least: float
     contender: str = OURS
+
+
+def _few_bytes() -> list[Goal]:
+    """Of formats with fewer bytes: on AVX-512, and on instruction sets with shorter vectors."""
+    long = _C.cpu_info()["isa"] == "avx512"
+    fp32 = "torch fused, fp32"
+    ratios = {
+        "adamw int8 states": (1.55, 1.3),
+        "adamw bf16 states": (1.25, 1.25),
+        "adamw remainders int8": (1.7, 1.5),
+        "chain remainders int8": (2.5, 2.0),
+    }
+    goals = [
+        goal
+        for family, (most, least) in ratios.items()
+        for label in FEW_BYTES
+        for goal in (
+            Goal(family, label, fp32, most if long else least),
+            Goal(family, label, "copy_", 0.8),
+        )
+    ]
+    states = ("adamw int8 states", "adamw bf16 states")
+    goals += [Goal(family, MANY_SMALL, "faststep, fp32", 1.0) for family in states]
+    return [*goals, Goal("adamw int8 states", "16 x 1M", "bitsandbytes AdamW8bit", 20.0)]
 
 
 def _goals() -> tuple[Goal, ...]:
@@ -86,6 +120,7 @@ def _goals() -> tuple[Goal, ...]:
             Goal("dtensors", label, TORCH, ratio)
             for label, ratio in zip(DTENSORS, (5.0, 1.3, 20.0), strict=True)
         ),
+        *_few_bytes(),
         *(Goal("host", f"{tensors} x 1", "torch fused", 20.0) for tensors in HOST_TENSORS),
     ]
     return tuple(goals)

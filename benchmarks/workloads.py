@@ -100,6 +100,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "adamw bf16 states": Family("plain AdamW step, fp32 with bf16 states", 20),
         # bf16: parameter, remainder and states read and written, the gradient read
         "adamw remainders": Family("plain AdamW step, bf16 with remainders and bf16 states", 18),
+        # and int8 states; the chain reads the gradient before, too
+        "adamw remainders int8": Family("plain AdamW step, bf16 with remainders, int8 states", 14),
+        "chain remainders int8": Family(
+            "AMP chain, AdamW, bf16 with remainders and int8 states", 16, scaled=True
+        ),
         # int8 states, of a byte
         "adamw int8 states": Family("plain AdamW step, fp32 with int8 states", 16),
         "sgd": Family("plain SGD step with momentum", 20, states=1),
@@ -174,7 +179,7 @@ class Work:
         """Whether a round changes tensors: gradients below the limit are left as they are, and
         remainders are kept beside bf16 copies."""
         is_left = self.family == "clip" and self.true_norm <= MAX_NORM
-        return not is_left and self.family != "adamw remainders"
+        return not is_left and "remainders" not in self.family
 
     @property
     def elements(self) -> int:
