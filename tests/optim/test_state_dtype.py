@@ -314,6 +314,34 @@ def test_types_of_groups() -> None:
         assert len(optimizer.param_groups) == before
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_each_state_and_each_group_of_every_class(name: str) -> None:
+    """One state in bf16 after another, in a group beside one whose states stay as they are."""
+    plain = make(name, params_of(F32))
+    step(plain, 0)
+    for key in {key for key, _ in shaped(plain)}:
+        own: Any = [{"params": params_of(F32), "state_dtype": {key: "bf16"}}]
+        optimizer, twin = make(name, own), make(name, params_of(F32))
+        kept, plain_kept = (nn.Parameter(torch.ones(7)) for _ in range(2))
+        optimizer.add_param_group({"params": [kept]})
+        twin.add_param_group({"params": [plain_kept]})
+        for number in range(3):
+            for one, other in ((optimizer, kept), (twin, plain_kept)):
+                other.grad = torch.full((7,), 0.3)
+                step(one, number)
+            for its, value in shaped(twin):
+                if its == key:
+                    value.copy_(value.bfloat16())
+            assert_same(optimizer, twin)
+        assert {(k == key, v.dtype) for k, v in shaped(optimizer)} <= {(True, BF16), (False, F32)}
+        assert_same_states(optimizer.state[kept], twin.state[plain_kept])
+
+
+def assert_same_states(mine: dict[str, Any], its: dict[str, Any]) -> None:
+    assert {key: value.dtype for key, value in mine.items()} == {k: v.dtype for k, v in its.items()}
+    assert all(torch.equal(value, its[key]) for key, value in mine.items())
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_types_of_single_states(dtype: torch.dtype) -> None:
     """Each state is that of an optimizer which has all of that type, after a step from the same."""
