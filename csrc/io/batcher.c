@@ -165,7 +165,8 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* Starts the threads. One that cannot be created is no error: the consumer works too. */
+/* Starts the threads, with the lock held. One that cannot be created is no error: the consumer
+ * works too. */
 static void start_threads(fst_batcher *batcher)
 {
     sigset_t all, before;
@@ -216,9 +217,9 @@ static int is_for_threads(fst_batcher *batcher, size_t rows)
 /* Hands a batch to the threads, and wakes them. */
 static void enqueue(fst_batcher *batcher, fst_batch *b)
 {
+    pthread_mutex_lock(&batcher->lock);
     if (batcher->started < batcher->wanted)
         start_threads(batcher);
-    pthread_mutex_lock(&batcher->lock);
     b->waits = 1;
     b->older = batcher->newest;
     *(b->older ? &b->older->newer : &batcher->oldest) = b;
@@ -296,12 +297,13 @@ void fst_batcher_end(fst_batcher *batcher)
     if (batcher->forks != fst_forks())
         return;
     pthread_mutex_lock(&batcher->lock);
+    const unsigned started = batcher->started;
+    batcher->started = batcher->wanted = 0; /* nobody else starts or joins a thread from now on */
     batcher->closing = 1;
     pthread_cond_broadcast(&batcher->work);
     pthread_mutex_unlock(&batcher->lock);
-    for (unsigned i = 0; i < batcher->started; i++)
+    for (unsigned i = 0; i < started; i++)
         pthread_join(batcher->threads[i], NULL);
-    batcher->started = batcher->wanted = 0;
 }
 
 void fst_batcher_free(fst_batcher *batcher)

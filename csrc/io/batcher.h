@@ -1,9 +1,9 @@
 /* batcher.h - threads that fill batches ahead of the consumer, in the order they were added.
  *
  * A batch is the caller's, who takes or drops it before the batcher is freed. Any thread may wait
- * for a batch, take or drop it, one at a time; the other functions are for one caller at a time. In
- * a forked child the batcher has no threads: there the functions fail, and dropping and freeing do
- * nothing. */
+ * for a batch, take or drop it, one at a time, and end the threads; batches are for one caller at a
+ * time to add. In a forked child the batcher has no threads: there the functions fail, and dropping
+ * and freeing do nothing. */
 #pragma once
 
 #include "io/slots.h"
@@ -37,7 +37,8 @@ size_t fst_batcher_take(const fst_batcher *batcher, fst_batch *batch, fst_slot *
 /* Frees a batch and gives its slots back, once no thread copies rows of it. */
 void fst_batcher_drop(fst_batcher *batcher, fst_batch *batch);
 
-/* Ends the threads after the rows that they are copying. Who waits for a batch then fills it. */
+/* Ends the threads after the rows that they are copying. Who waits for a batch then fills it. Where
+ * another caller ends them already this returns at once. */
 void fst_batcher_end(fst_batcher *batcher);
 
 void fst_batcher_free(fst_batcher *batcher);

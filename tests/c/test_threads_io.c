@@ -109,6 +109,43 @@ static void the_batcher_ends_with_work_left(unsigned threads)
     fst_slots_close(pool);
 }
 
+static void *end(void *batcher)
+{
+    fst_batcher_end(batcher);
+    return NULL;
+}
+
+/* Two callers, while a third one adds batches. */
+static void several_end_the_threads(void)
+{
+    enum { AGAIN = 100, AFTER = 2 };
+    static request r;
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    for (int i = 0; i < AGAIN; i++) {
+        fst_batcher *batcher = fst_batcher_new(&table, pool, 3, 1, &status);
+        fst_slot *slots[FIELDS];
+        fst_batch *batches[1 + AFTER];
+        int64_t counts[1 + AFTER];
+        pthread_t callers[2];
+        for (int b = 0; b < 1 + AFTER; b++) {
+            fill_request(&r, 1500);
+            counts[b] = (int64_t)r.count;
+            batches[b] = add(batcher, &r, NULL);
+            if (b < 2)
+                CHECK_INT(pthread_create(&callers[b], NULL, end, batcher), 0);
+        }
+        for (int b = 0; b < 1 + AFTER; b++) {
+            CHECK_INT((int64_t)take(batcher, batches[b], slots), counts[b]);
+            give_back(slots);
+        }
+        for (int c = 0; c < 2; c++)
+            CHECK_INT(pthread_join(callers[c], NULL), 0);
+        fst_batcher_free(batcher);
+    }
+    fst_slots_close(pool);
+}
+
 /* Batches in slots and batches in memory of the caller's, one after the other. */
 static void batches_go_where_the_caller_says(unsigned threads)
 {
@@ -246,6 +283,7 @@ int main(void)
         }
     the_batcher_ends_with_work_left(0);
     the_batcher_ends_with_work_left(3);
+    several_end_the_threads();
     batches_go_where_the_caller_says(0);
     batches_go_where_the_caller_says(3);
     memory_is_found_late();
