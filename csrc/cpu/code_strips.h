@@ -1,7 +1,7 @@
 /* code_strips.h - strips of states in 8 bits, which end with blocks. */
 #pragma once
 
-#include "rules/codes.h"
+#include "cpu/code_blocks.h"
 
 /* How many elements from the beginning of a block on, at most `n`, end with a block; `left`
  * elements of the chunk are left. */
@@ -32,60 +32,79 @@ static int is_in_codes(const fst_operand *op, int is_signed)
     return op->scales && op->dtype == (is_signed ? FST_I8 : FST_U8);
 }
 
-/* Bytes of an element of an operand without a layout, and where one lies; NULL: there is no such
- * operand. */
-static size_t size_of(const fst_operand *op)
+/* Whole blocks, one after another: in place, or in rooms to which they are copied. So many have
+ * others far behind them, which are prefetched. */
+typedef struct {
+    char *data[FST_OP_COUNT];
+    uint16_t *scales[FST_MAX_STATES];
+    size_t blocks, far;
+} code_strip;
+
+/* Whole blocks from one on to the end of its segment. So many and more are worked on in place. */
+enum { FEWEST_BLOCKS = 4 };
+
+static size_t whole_in_row(code_block block)
+{
+    return (size_t)(block.segment_end - block.at) / FST_BLOCK;
+}
+
+/* Rooms for shorter blocks, which are made whole by zeros, and for few between them. */
+enum { ROOM_BLOCKS = 16 };
+typedef struct {
+    char data[FST_OP_COUNT][ROOM_BLOCKS * FST_BLOCK * sizeof(float)] ALIGNED;
+    uint16_t scales[FST_MAX_STATES][ROOM_BLOCKS];
+} strip_rooms;
+
+static size_t element_size(const fst_operand *op)
 {
     return op->scales ? 1 : fst_dtype_size(op->dtype);
 }
 
-static void *element(const fst_operand *op, int64_t at)
+/* Copies a block to the rooms, or back. Gradients go back if they are written. */
+static void copy_block(strip_rooms *rooms, size_t b, const fst_operand *op, code_block block,
+                       int back, int write_grad)
 {
-    return op->data ? (char *)op->data + at * (int64_t)size_of(op) : NULL;
-}
-
-/* Elements of the next strip of states that are all in codes: whole blocks or, of fewer than
- * FST_BLOCK, one. */
-static size_t codes_strip(int64_t of_segment, size_t left)
-{
-    const size_t n = of_segment < (int64_t)left ? (size_t)of_segment : left;
-    return n < FST_BLOCK ? n : n < FST_CODES_STRIP ? n / FST_BLOCK * FST_BLOCK : FST_CODES_STRIP;
-}
-
-/* Room for an operand's part of a block that is made whole by zeros. */
-typedef char strip_room[FST_OP_COUNT][FST_BLOCK * sizeof(float)] ALIGNED;
-
-/* An operand's elements of a strip: in place, or as a whole block. */
-static void *whole_strip(const fst_operand *op, char *room, int64_t at, size_t n)
-{
-    const size_t size = size_of(op);
-    if (!op->data || n >= FST_BLOCK)
-        return element(op, at);
-    memset(room, 0, FST_BLOCK * size);
-    return memcpy(room, element(op, at), n * size);
-}
-
-/* Writes them back where they are not in place. */
-static void write_strip(const fst_operand *op, const void *strip, int64_t at, size_t n)
-{
-    if (op->data && n < FST_BLOCK)
-        memcpy(element(op, at), strip, n * size_of(op));
-}
-
-/* Prefetches one of the parts of what comes PREFETCH elements behind a strip: all at once would
- * fill the processor's queue of loads, and stop it. */
-static void prefetch_part(const fst_operand *op, int64_t at, size_t n, size_t left, size_t part,
-                          size_t parts)
-{
-    const size_t from = n * part / parts / FST_BLOCK * FST_BLOCK;
-    const size_t to = n * (part + 1) / parts / FST_BLOCK * FST_BLOCK;
-    for (unsigned k = 0; left >= PREFETCH + n && k < FST_OP_COUNT; k++) {
-        const char *begin = element(&op[k], at + (int64_t)(PREFETCH + from));
-        const size_t size = size_of(&op[k]);
-        for (size_t line = 0; begin && line < (to - from) * size; line += 64)
-            __builtin_prefetch(begin + line);
+    for (unsigned k = 0; k < FST_OP_COUNT; k++) {
+        const size_t size = element_size(&op[k]);
+        char *room = rooms->data[k] + b * FST_BLOCK * size;
+        char *data = (char *)op[k].data + block.at * (int64_t)size;
+        if (!op[k].data || (back && k == FST_OP_GRAD && !write_grad))
+            continue;
+        if (!back)
+            memset(room + block.n * size, 0, (FST_BLOCK - block.n) * size);
+        memcpy(back ? data : room, back ? room : data, block.n * size);
+        if (!op[k].scales)
+            continue;
+        uint16_t *scale = &rooms->scales[k - FST_OP_STATE][b], *own = &op[k].scales[block.scale];
+        *(back ? own : scale) = *(back ? scale : own);
     }
 }
 
-/* Of each block of a strip, in bits as rules/codes.h compares them. */
-typedef uint32_t largest_sizes[FST_STRIP_BLOCKS];
+/* Strips of blocks in place, from one on, and of those that are copied. */
+static code_strip strip_from(const fst_operand *op, code_block first, size_t blocks)
+{
+    code_strip strip = {.blocks = blocks};
+    for (unsigned k = 0; k < FST_OP_COUNT; k++)
+        if (op[k].data)
+            strip.data[k] = (char *)op[k].data + first.at * (int64_t)element_size(&op[k]);
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
+        if (op[FST_OP_STATE + k].data)
+            strip.scales[k] = op[FST_OP_STATE + k].scales + first.scale;
+    return strip;
+}
+
+static code_strip strip_in(strip_rooms *rooms, size_t blocks)
+{
+    code_strip strip = {.blocks = blocks};
+    for (unsigned k = 0; k < FST_OP_COUNT; k++)
+        strip.data[k] = rooms->data[k];
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
+        strip.scales[k] = rooms->scales[k];
+    return strip;
+}
+
+static void prefetch_lines(const void *from, size_t bytes)
+{
+    for (size_t line = 0; line < bytes; line += 64)
+        __builtin_prefetch((const char *)from + line);
+}

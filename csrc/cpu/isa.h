@@ -23,18 +23,7 @@ extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
 void FST_OF_ISA(fst_loss_rows)(const fst_loss_batch *batch, int64_t begin, int64_t end);
 extern const fst_factored_loops FST_OF_ISA(fst_factored_loops)[2];
 
-/* Elements of the longest strip of states in codes, and its blocks. */
-enum { FST_CODES_STRIP = 1024, FST_STRIP_BLOCKS = FST_CODES_STRIP / FST_BLOCK };
-
 /* Converts the blocks of elements [at, at + n) of a state in codes to floats, or with `into` back.
  * Both ends are ends of blocks. */
 void FST_OF_ISA(fst_convert_codes)(const fst_operand *op, float *strip, int64_t at, size_t n,
                                    int into);
-
-/* Converts whole blocks of codes with signs, or of roots, to floats. */
-void FST_OF_ISA(fst_of_codes)(int is_signed, size_t blocks, float *to, const uint8_t *codes,
-                              const uint16_t *scales);
-
-/* Makes codes and scales of terms, of each block of which the largest size is known. */
-void FST_OF_ISA(fst_to_codes)(int is_signed, size_t blocks, uint8_t *codes, uint16_t *scales,
-                              const float *terms, const uint32_t *largest);

@@ -6,9 +6,11 @@
 #define KIND(what, kind) KIND_OF(what, kind)
 
 /* The elements of an operand from one on, IN of which are in a word. */
-#define FROM(kind, op, at)                            \
-    ((KIND(TYPE, kind) *)(void *)((char *)(op).data + \
-                                  (at) * (int64_t)(sizeof(KIND(TYPE, kind)) / KIND(IN, kind))))
+#define FROM(kind, op, at) \
+    ((KIND(TYPE, kind) *)(void *)((char *)(op).data + (at) * (int64_t)ELEMENT(kind)))
+
+/* Bytes of an element. */
+#define ELEMENT(kind) (sizeof(KIND(TYPE, kind)) / KIND(IN, kind))
 
 /* Gradients and states. Of the latter s[h][k] is stored, where k is the state's number. */
 #define TYPE_real REAL
@@ -48,39 +50,51 @@ typedef uint32_t __attribute__((aligned(2), may_alias)) half_pair;
 #define NOISE_real(...)
 #define NOISE_bf16(...)
 #define NOISE_pair(...)
-#define NOISE_terms(...)
+#define NOISE_codes(...)
 #define NOISE_noisy(...) __VA_ARGS__
 #define NOISE_noisy_pair(...) __VA_ARGS__
 
-/* Numbers of codes, which become the terms of the new ones (rules/codes.h), and how many have a
- * largest of their own. */
-#define TYPE_terms REAL
-#define LOAD_terms LOAD_real
-#define STORE_terms(k, x, i)                                                     \
-    do {                                                                         \
-        const REAL term = k ? fst_root_term(s[0][k]) : fst_signed_term(s[0][k]); \
-        const uint32_t size = k ? fst_root_size(term) : fst_signed_size(term);   \
-        (x)[i] = term;                                                           \
-        most[k] = size > most[k] ? size : most[k];                               \
+/* States in codes: a block, in stages (code_blocks.h). */
+#define TYPE_codes code_stages
+#define LOAD_codes(x, i, h) (x)->numbers[FST_BLOCK / each * (h) + (i)]
+#define NEXT_STAGE(k, x, i, h)                                                          \
+    do {                                                                                \
+        const uint32_t size = fst_next_stage(x, !k, FST_BLOCK / each * h + i, s[h][k]); \
+        most[k] = size > most[k] ? size : most[k];                                      \
     } while (0)
-#define TERMS_real(...)
-#define TERMS_bf16(...)
-#define TERMS_pair(...)
-#define TERMS_noisy(...)
-#define TERMS_noisy_pair(...)
-#define TERMS_terms(...) __VA_ARGS__
-#define END_real(i, n) (n)
+#define STAGES_codes(states, i, h) \
+    if (states > 0)                \
+        NEXT_STAGE(0, s0, i, h);   \
+    if (states > 1)                \
+        NEXT_STAGE(1, s1, i, h);   \
+    if (states > 2)                \
+        NEXT_STAGE(2, s2, i, h);
+#define STORE_codes(k, x, i) (void)0
+
+/* How many a loop takes, and what it finds beside; where a loop is long. */
+#define END_real(n) (n)
+#define MOST_real(...)
+#define STAGES_real(...)
 #define IS_LONG_real 0
-#define END_bf16(i, n) (n)
+#define END_bf16(n) (n)
+#define MOST_bf16(...)
+#define STAGES_bf16(...)
 #define IS_LONG_bf16 1
-#define END_pair(i, n) (n)
+#define END_pair(n) (n)
+#define MOST_pair(...)
+#define STAGES_pair(...)
 #define IS_LONG_pair 1
-#define END_noisy(i, n) (n)
+#define END_noisy(n) (n)
+#define MOST_noisy(...)
+#define STAGES_noisy(...)
 #define IS_LONG_noisy 0
-#define END_noisy_pair(i, n) (n)
+#define END_noisy_pair(n) (n)
+#define MOST_noisy_pair(...)
+#define STAGES_noisy_pair(...)
 #define IS_LONG_noisy_pair 0
-#define END_terms(i, n) ((i) + FST_BLOCK)
-#define IS_LONG_terms 1
+#define END_codes(n) (FST_BLOCK / each)
+#define MOST_codes(...) __VA_ARGS__
+#define IS_LONG_codes 1
 
 /* Parameters, alone or in halves (portable.h). now[h] is stored. */
 #define EACH_real 1

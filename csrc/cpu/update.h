@@ -76,19 +76,17 @@ static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, d
 #define STATE real
 #define FST_S(name) FST_T(name##_of_halves_by_fp32)
 #include "cpu/update_plain.h"
-#define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_codes)
-#include "cpu/update_codes.h"
-#undef GRAD
-#define GRAD bf16
-#define FST_S(name) FST_T(name##_of_halves_beside_codes)
-#include "cpu/update_codes.h"
 #undef VALUE
-#undef GRAD
 #define VALUE halves_pair
-#define GRAD real
 #define STATE pair
 #define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_bf16)
 #include "cpu/update_plain.h"
+#define FST_S(name) FST_T(name##_of_halves_by_fp32_beside_codes)
+#include "cpu/update_codes.h"
+#undef GRAD
+#define GRAD pair
+#define FST_S(name) FST_T(name##_of_halves_beside_codes)
+#include "cpu/update_codes.h"
 #undef FEW_RULES
 #endif
 #undef VALUE

@@ -1,7 +1,24 @@
 /* update_plain.h - the update by the loops of rule_loops.h, of which it is included once for each
  * set of kinds. */
 
+#define FUNCTION(name) __attribute__((noinline)) static void FST_S(fst_loop_##name)
+#define UNCOUPLED (a.l2 == (REAL)0)
 #include "cpu/rule_loops.h"
+
+typedef void (*FST_S(rule_loop))(
+    size_t n, KIND(TYPE, VALUE) * p,
+    KIND(REST, VALUE)(KIND(TYPE, VALUE) * rest, ) const KIND(TYPE, GRAD) * g,
+    KIND(TYPE, STATE) * s0, KIND(TYPE, STATE) * s1, KIND(TYPE, STATE) * s2,
+    KIND(NOISE, STATE)(const uint16_t *noise, ) const void *args, REAL inv_scale, REAL factor);
+
+static const struct {
+    FST_S(rule_loop) loop;
+    unsigned states;
+} FST_S(rules)[FST_RULE_COUNT] = {
+#define RULE(name, states, hyper) [FST_RULE_##name] = {FST_S(fst_loop_##name), states},
+#include "rules/rules.def"
+#undef RULE
+};
 
 /* Returns how many elements are done: all, or but for one that is no pair; none of a rule without a
  * loop. Gradients that are written are REAL. */

@@ -134,13 +134,13 @@ FST_FN float fst_root_divisor(float scale)
     return scale > 0.0f ? 255.0f / scale : 0.0f;
 }
 
-FST_FN float fst_of_signed(uint8_t code, float factor)
+FST_FN float fst_of_signed(int32_t code, float factor)
 {
-    const float q = (float)(int8_t)code;
+    const float q = (float)code;
     return factor * (q / (254.0f - fabsf(q)));
 }
 
-FST_FN float fst_of_root(uint8_t code, float factor)
+FST_FN float fst_of_root(int32_t code, float factor)
 {
     const float root = (float)code * factor;
     return root * root;
@@ -152,15 +152,16 @@ FST_FN int32_t fst_nearest(float x)
     return (int32_t)fst_bits_of_f32(x + 12582912.0f);
 }
 
-FST_FN uint8_t fst_to_signed(float term, float divisor)
+/* Words whose low 8 bits are the code. */
+FST_FN int32_t fst_to_signed(float term, float divisor)
 {
-    return (uint8_t)fst_nearest(term / (divisor + fabsf(term)) * 254.0f);
+    return fst_nearest(term / (divisor + fabsf(term)) * 254.0f);
 }
 
 /* Compares integers: of numbers that are not negative they are in the same order. */
-FST_FN uint8_t fst_to_root(float term, float divisor)
+FST_FN int32_t fst_to_root(float term, float divisor)
 {
     const int32_t bits = (int32_t)fst_bits_of_f32(term), code = fst_nearest(term * divisor);
     const int32_t least = fst_nearest(0.0f) + (bits < 1 ? bits : 1);
-    return (uint8_t)(code > least ? code : least);
+    return code > least ? code : least;
 }

@@ -233,8 +233,8 @@ static void codes_are_near(void)
         const float x = (float)(random_unit() * (double)largest), square = x * x;
         const uint16_t scale = fst_signed_scale(fst_signed_size(largest));
         const float s = fst_bf16_to_f32(scale);
-        const uint8_t code = fst_to_signed(x, fst_signed_divisor(s));
-        const double back = (double)fst_of_signed(code, fst_signed_factor(s));
+        const uint8_t code = (uint8_t)fst_to_signed(x, fst_signed_divisor(s));
+        const double back = (double)fst_of_signed((int8_t)code, fst_signed_factor(s));
         CHECK(s >= largest * 0.999998f && s <= largest * 1.0079f && abs((int8_t)code) <= 127);
         CHECK_NEAR(back, (double)x, (double)s / 127.0 * 1.001);
         CHECK(code == code_of(x, scale, 1) && (float)back == number_of(code, scale, 1));
@@ -242,7 +242,7 @@ static void codes_are_near(void)
             continue;
         const uint16_t root = fst_root_scale(fst_root_size(fst_root_term(largest)));
         const float v = fabsf(x), r = fst_bf16_to_f32(root);
-        const uint8_t of_v = fst_to_root(fst_root_term(v), fst_root_divisor(r));
+        const uint8_t of_v = (uint8_t)fst_to_root(fst_root_term(v), fst_root_divisor(r));
         const double v_back = (double)fst_of_root(of_v, fst_root_factor(r));
         CHECK(of_v >= 1 || v == 0.0f);
         CHECK(of_v == code_of(v, root, 0) && (float)v_back == number_of(of_v, root, 0));
@@ -272,8 +272,8 @@ static void codes_are_near(void)
     CHECK_INT(fst_signed_scale(fst_signed_size(-INFINITY)), FST_SCALE_NAN);
     CHECK_INT(fst_signed_scale(fst_signed_size(0x1p126f)), 0x7E80);
     CHECK_INT(fst_signed_scale(fst_signed_size(0x1.000002p126f)), FST_SCALE_NAN);
-    CHECK(fst_to_signed(0.0f, 1.0f) == 0 && fst_to_root(0.0f, 1.0f) == 0);
-    CHECK(fst_to_root(fst_root_term(0x1p-149f), 1.0f) == 1 &&
+    CHECK((uint8_t)fst_to_signed(0.0f, 1.0f) == 0 && (uint8_t)fst_to_root(0.0f, 1.0f) == 0);
+    CHECK((uint8_t)fst_to_root(fst_root_term(0x1p-149f), 1.0f) == 1 &&
           (int8_t)fst_to_signed(-3.0f, 3.0f) == -127);
 }
 
