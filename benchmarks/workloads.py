@@ -117,6 +117,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
         "cuda bf16 states": Family("plain AdamW step on CUDA, fp32 with bf16 states", 20),
+        "cuda int8 states": Family("plain AdamW step on CUDA, fp32 with int8 states", 16),
         "cuda unaligned": Family("plain AdamW step on CUDA, gradients 8 bytes off alignment", 28),
         # Writes an fp32 element, and reads at most as many bytes of the source as a crop has.
         "cuda images": Family("images on CUDA: random resized crop, flip, normalize", 5, states=0),

@@ -5,6 +5,7 @@
 #include "rules/loss_scale.h"
 #include "rules/rules.h"
 #include "all_types.h"
+#include "code_blocks.h"
 #include "fold_sums.h"
 #include "image_kernel.h"
 #include "loss_kernel.h"
@@ -38,6 +39,7 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #define FST_LAST_LOOSE FST_RULE_momentum /* the same, for gradients that are not aligned */
 #define FST_TYPED_AS(name, type) name##_##type
 #define FST_TYPED(name, type) FST_TYPED_AS(name, type)
+#include "apply_known.h"
 #define MASTERS 0
 #define FST_K(name) name##_fp32
 #define PARAM of_f32
@@ -46,12 +48,29 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #define STATE_ITEMS 4
 #include "update_known.h"
 #undef FST_K
+#undef STATE
+#undef STATE_ITEMS
+#define FST_K(name) name##_fp32_beside_bf16
+#define STATE of_bf16
+#define STATE_ITEMS 8
+#include "update_known.h"
+#undef FST_K
 #undef PARAM
 #undef PARAM_ITEMS
-#define FST_K(name) name##_16_beside_fp32
+#define FST_K(name) name##_16
 #define PARAM of_bf16
 #define OR_PARAM of_f16
+#define OR_STATE of_f16
 #define PARAM_ITEMS 8
+#include "update_known.h"
+#undef FST_K
+#undef STATE
+#undef STATE_ITEMS
+#undef OR_STATE
+#define FST_K(name) name##_16_beside_fp32
+#define STATE of_f32
+#define OR_STATE of_f32
+#define STATE_ITEMS 4
 #include "update_known.h"
 #undef FST_K
 #undef MASTERS
@@ -59,35 +78,11 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #define FST_K(name) name##_16_with_masters
 #include "update_known.h"
 #undef FST_K
+#undef PARAM
 #undef OR_PARAM
-#undef MASTERS
-#undef STATE
-#undef STATE_ITEMS
-#define MASTERS 0
-#define FST_K(name) name##_bf16
-#define STATE of_bf16
-#define STATE_ITEMS 8
-#include "update_known.h"
-#undef FST_K
-#undef PARAM
-#undef PARAM_ITEMS
-#define FST_K(name) name##_fp32_beside_bf16
-#define PARAM of_f32
-#define PARAM_ITEMS 4
-#include "update_known.h"
-#undef FST_K
-#undef PARAM
 #undef PARAM_ITEMS
 #undef STATE
-#define FST_K(name) name##_fp16
-#define PARAM of_f16
-#define PARAM_ITEMS 8
-#define STATE of_f16
-#include "update_known.h"
-#undef FST_K
-#undef PARAM
-#undef PARAM_ITEMS
-#undef STATE
+#undef OR_STATE
 #undef STATE_ITEMS
 #undef MASTERS
 
@@ -112,12 +107,10 @@ FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_ope
         return 0;
     if (!masters && fst_is_known(op, FST_F32, FST_F32))
         return update_known_fp32(share, op, step, write_grad, unsure);
-    if (!masters && fst_is_known(op, FST_BF16, FST_BF16))
-        return update_known_bf16(share, op, step, write_grad, unsure);
+    if (!masters && (fst_is_known(op, FST_BF16, FST_BF16) || fst_is_known(op, FST_F16, FST_F16)))
+        return update_known_16(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_F32, FST_BF16))
         return update_known_fp32_beside_bf16(share, op, step, write_grad, unsure);
-    if (!masters && fst_is_known(op, FST_F16, FST_F16))
-        return update_known_fp16(share, op, step, write_grad, unsure);
     if (!fst_is_known(op, FST_BF16, FST_F32) && !fst_is_known(op, FST_F16, FST_F32))
         return 0;
     return masters ? update_known_16_with_masters(share, op, step, write_grad, unsure)
@@ -130,6 +123,8 @@ FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_ope
     (void)share, (void)op, (void)step, (void)write_grad, (void)unsure;
     return 0;
 }
+
+#include "code_tiles.h"
 
 #define REAL float
 #define FST_T(name) name##_f32
@@ -150,6 +145,12 @@ FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_ope
 #include "begin.h"
 #include "list_kernels.h"
 
+/* The groups of so many warps in the grid. Found anew each time, as registers are few. */
+FST_DEVICE uint32_t fst_groups_of_warps(uint32_t warps)
+{
+    return fst_hidden((int32_t)warps) == 1 ? gridDim.x * FST_WARPS : gridDim.x;
+}
+
 /* Updates all chunks from last to first: what `begin` measured last is still in the cache. Where a
  * block would get several chunks, a warp takes each small one, and then the blocks take the others.
  * The next chunk is asked for before the work on this one. */
@@ -159,23 +160,23 @@ FST_KERNEL(fst_update, fst_update_launch)
     const fst_device_outcome *outcome = fst_outcome_of(tables);
     const fst_device_chunk *chunks = fst_chunks_of(tables) + tables->chunk_first;
     const uint32_t count = tables->chunk_count;
+    FST_SHARED(fst_walks, walks);
     const int by_warps = count > gridDim.x, in_memory = tables->chunks >= FST_DEVICE_LAUNCH;
     if (outcome->skip)
         return;
     for (uint32_t warps = by_warps ? 1 : FST_WARPS;; warps = FST_WARPS) { /* of a chunk */
-        const uint32_t groups = gridDim.x * (FST_WARPS / warps);
         const uint32_t first = threadIdx.x / FST_WARP / warps * gridDim.x + blockIdx.x;
-        for (uint32_t i = first; i < count; i += groups) {
+        for (uint32_t i = first; i < count; i += fst_groups_of_warps(warps)) {
             const fst_device_chunk chunk = chunks[count - 1 - i];
-            if (in_memory && i + groups < count)
-                fst_ask_for(&chunks[count - 1 - i - groups]);
+            if (in_memory && i + fst_groups_of_warps(warps) < count)
+                fst_ask_for(&chunks[count - 1 - i - fst_groups_of_warps(warps)]);
             if (by_warps && (chunk.count <= FST_SMALL) != (warps == 1))
                 continue;
             const fst_device_span span = fst_spans_of(tables)[chunk.span];
             if (span.wide)
-                update_f64(&launch, &chunk, &span, outcome, warps);
+                update_f64(&launch, &chunk, &span, outcome, warps, walks);
             else
-                update_f32(&launch, &chunk, &span, outcome, warps);
+                update_f32(&launch, &chunk, &span, outcome, warps, walks);
         }
         if (warps == FST_WARPS)
             return;

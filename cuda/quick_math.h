@@ -94,19 +94,24 @@ FST_DEVICE float fst_quick_divide(float x, float y)
     return fst_quotient_from(x, y, fst_inverse(y));
 }
 
+/* 2^24 times the root of v, exactly; NaN from 2^80 on. The residual is exact for every v. 2^-126
+ * more under the root only changes that of 0, to 2^-63. */
+FST_DEVICE float fst_large_root(float v)
+{
+    const float square = fmaf(v, 0x1p48f, 0x1p-126f);
+    return fst_refined_root(square, fst_inverse_root(square));
+}
+
 /* p - size * x / (sqrt(v) + eps), exactly, if that is NaN, at least FST_QUICK_MIN, or 0 with x = 0.
  *
- * The root is that of v * 2^48, where its residual is exact for every v; and 2^-126 more, which
- * only changes 0. That root of 2^-63, times 2^-24, is lost beside eps. The quotient q has its bits
+ * The large root of 0, times 2^-24, is lost beside eps. The quotient q has its bits
  * unless |x| or |q| is below 2^-100. Then |size * q| is at most 2^-60, whatever its last bits are,
  * and so less than a quarter of the last place of FST_QUICK_MIN. */
 FST_DEVICE float fst_quick_descent(float p, float size, float x, float v, float eps)
 {
     const float least_eps = fmaf(fabsf(size), 0x1p-40f, 0x1p-60f);
     const float offset = (eps >= least_eps) & (eps <= 1.0f) ? eps : NAN;
-    const float square = fmaf(v, 0x1p48f, 0x1p-126f);
-    const float root = fst_refined_root(square, fst_inverse_root(square));
-    const float y = fmaf(root, 0x1p-24f, offset);
+    const float y = fmaf(fst_large_root(v), 0x1p-24f, offset);
     return p - size * fst_refined_quotient(x, y, fst_inverse(y));
 }
 

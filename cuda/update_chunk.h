@@ -256,24 +256,35 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
     return 1;
 }
 
+/* New states in codes go to `coded`, as they are stored by blocks. */
 FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
                                   const fst_device_operand *op, const FST_T(fst_step) *step,
-                                  int write_grad)
+                                  int write_grad, uint32_t block, float *coded)
 {
     FST_T(fst_held) x;
     x.p[0] = FST_T(get_value)(share, op, element);
     x.g[0] = FST_T(get)(share, &op[FST_OP_GRAD], element);
     FST_UNROLL
-    for (unsigned k = 0; k < FST_MAX_STATES; k++)
-        x.state[k][0] =
-            op[FST_OP_STATE + k].data ? FST_T(get)(share, &op[FST_OP_STATE + k], element) : (REAL)0;
+    for (unsigned k = 0; k < FST_MAX_STATES; k++) {
+        const fst_device_operand *state = &op[FST_OP_STATE + k];
+        if (!state->data)
+            x.state[k][0] = (REAL)0;
+        else if (fst_is_coded(state))
+            x.state[k][0] =
+                (REAL)fst_of_code(*fst_code_at(share, state, element),
+                                  *fst_scale_at(share, step->span, block, k), fst_has_signs(state));
+        else
+            x.state[k][0] = FST_T(get)(share, state, element);
+    }
     FST_T(scale_grad)(&x, 1, step);
     if (write_grad)
         FST_T(set)(share, &op[FST_OP_GRAD], element, x.g[0]);
     FST_T(apply)(&x, 1, step, 0);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
-        if (op[FST_OP_STATE + k].data)
+        if (fst_is_coded(&op[FST_OP_STATE + k]))
+            coded[k] = (float)x.state[k][0];
+        else if (op[FST_OP_STATE + k].data)
             FST_T(set_state)(share, &op[FST_OP_STATE + k], element, x.state[k][0], k, step);
     FST_T(set_value)(share, op, element, x.p[0]);
 }

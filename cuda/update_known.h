@@ -1,7 +1,8 @@
 /* update_known.h - updates a chunk by a loop that knows its rule and its types: PARAM is that of
  * parameter and gradient, STATE that of the states (typed_words.h), and a word holds so many
- * elements of them. With OR_PARAM parameter and gradient are of either type, which a warp asks for
- * once. With MASTERS the parameter has a master in fp32. Included once for each set of types.
+ * elements of them. With OR_PARAM and OR_STATE all are of the first types or of these, which a warp
+ * asks for once. With MASTERS the parameter has a master in fp32. Included once for each set of
+ * types.
  *
  * A warp takes tiles of 256 elements, 8 of each thread, TURNS of them one after another. All loads
  * of an iteration are issued before the first of them is waited for; addresses and arguments are in
@@ -95,6 +96,7 @@ FST_DEVICE int FST_K(has_other)(const fst_device_operand *op)
 }
 #else
 #define OR_PARAM PARAM
+#define OR_STATE STATE
 #define FST_ONE_PARAM
 FST_DEVICE int FST_K(has_other)(const fst_device_operand *op)
 {
@@ -103,22 +105,27 @@ FST_DEVICE int FST_K(has_other)(const fst_device_operand *op)
 }
 #endif
 
-/* Widens parameters and gradients of a type, and rounds the masters to it. */
-#define TAKE(type)                                                                 \
-    do {                                                                           \
-        FST_UNROLL                                                                 \
-        for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {                        \
-            FST_TYPED(widen_word, type)(&words->param[n], &x->p[n * PARAM_ITEMS]); \
-            FST_TYPED(widen_word, type)(&words->grad[n], &x->g[n * PARAM_ITEMS]);  \
-            if (MASTERS) {                                                         \
-                const fst_words narrow =                                           \
-                    FST_TYPED(narrow_numbers, type)(&master[n * PARAM_ITEMS]);     \
-                FST_TYPED(widen_word, type)(&narrow, &rounded[n * PARAM_ITEMS]);   \
-            }                                                                      \
-        }                                                                          \
-        FST_UNROLL                                                                 \
-        for (unsigned q = 0; loose && q < 8; q++)                                  \
-            x->g[q] = FST_TYPED(widen_item, type)(words->grad[q / 4].word[q % 4]); \
+/* Widens parameters, gradients and states of these types, and rounds the masters to the first. */
+#define TAKE(type, of_states)                                                                     \
+    do {                                                                                          \
+        FST_UNROLL                                                                                \
+        for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {                                       \
+            FST_TYPED(widen_word, type)(&words->param[n], &x->p[n * PARAM_ITEMS]);                \
+            FST_TYPED(widen_word, type)(&words->grad[n], &x->g[n * PARAM_ITEMS]);                 \
+            if (MASTERS) {                                                                        \
+                const fst_words narrow =                                                          \
+                    FST_TYPED(narrow_numbers, type)(&master[n * PARAM_ITEMS]);                    \
+                FST_TYPED(widen_word, type)(&narrow, &rounded[n * PARAM_ITEMS]);                  \
+            }                                                                                     \
+        }                                                                                         \
+        FST_UNROLL                                                                                \
+        for (unsigned q = 0; loose && q < 8; q++)                                                 \
+            x->g[q] = FST_TYPED(widen_item, type)(words->grad[q / 4].word[q % 4]);                \
+        FST_UNROLL                                                                                \
+        for (int n = 0; n < states * FST_K(STATE_WORDS); n++) {                                   \
+            const int k = n / FST_K(STATE_WORDS), w = n % FST_K(STATE_WORDS);                     \
+            FST_TYPED(widen_word, of_states)(&words->state[k][w], &x->state[k][w * STATE_ITEMS]); \
+        }                                                                                         \
     } while (0)
 
 FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, const int loose, int other,
@@ -129,17 +136,12 @@ FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, const int loose, i
     for (int q = 0; q < 8 * MASTERS; q++)
         master[q] = fst_f32_of_bits(words->master[q / 4].word[q % 4]);
     if (other)
-        TAKE(OR_PARAM);
+        TAKE(OR_PARAM, OR_STATE);
     else
-        TAKE(PARAM);
+        TAKE(PARAM, STATE);
     FST_UNROLL
     for (int q = 0; q < 8 * MASTERS; q++)
         x->p[q] = rounded[q] == x->p[q] ? master[q] : x->p[q];
-    FST_UNROLL
-    for (int k = 0; k < states; k++)
-        FST_UNROLL
-    for (unsigned n = 0; n < FST_K(STATE_WORDS); n++)
-        FST_TYPED(widen_word, STATE)(&words->state[k][n], &x->state[k][n * STATE_ITEMS]);
     FST_UNROLL
     for (int k = states; k < FST_MAX_STATES; k++)
         FST_UNROLL
@@ -147,27 +149,32 @@ FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, const int loose, i
         x->state[k][q] = 0.0f;
 }
 
+/* Stores parameters and states in these types. */
+#define PUT(type, of_states)                                                                     \
+    do {                                                                                         \
+        FST_UNROLL                                                                               \
+        for (int n = 0; n < states * FST_K(STATE_WORDS); n++) {                                  \
+            const int k = n / FST_K(STATE_WORDS), w = n % FST_K(STATE_WORDS);                    \
+            fst_store_once(FST_K(word_of)(at->state[k], base, turn, (unsigned)w, STATE_ITEMS),   \
+                           FST_TYPED(narrow_numbers, of_states)(&x->state[k][w * STATE_ITEMS])); \
+        }                                                                                        \
+        FST_UNROLL                                                                               \
+        for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++)                                        \
+            *FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS) =                             \
+                FST_TYPED(narrow_numbers, type)(&x->p[n * PARAM_ITEMS]);                         \
+    } while (0)
+
 FST_DEVICE void FST_K(store)(const FST_K(fst_places) * at, uint32_t base, unsigned turn, int other,
                              int states, const fst_held_f32 *x)
 {
-    FST_UNROLL
-    for (int k = 0; k < states; k++)
-        FST_UNROLL
-    for (unsigned n = 0; n < FST_K(STATE_WORDS); n++)
-        fst_store_once(FST_K(word_of)(at->state[k], base, turn, n, STATE_ITEMS),
-                       FST_TYPED(narrow_numbers, STATE)(&x->state[k][n * STATE_ITEMS]));
 #if MASTERS
     fst_store_once(FST_K(word_of)(at->master, base, turn, 0, 4), narrow_numbers_of_f32(&x->p[0]));
     fst_store_once(FST_K(word_of)(at->master, base, turn, 1, 4), narrow_numbers_of_f32(&x->p[4]));
 #endif
-    FST_UNROLL
-    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
-        fst_words *to = FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS);
-        if (other)
-            *to = FST_TYPED(narrow_numbers, OR_PARAM)(&x->p[n * PARAM_ITEMS]);
-        else
-            *to = FST_TYPED(narrow_numbers, PARAM)(&x->p[n * PARAM_ITEMS]);
-    }
+    if (other)
+        PUT(OR_PARAM, OR_STATE);
+    else
+        PUT(PARAM, STATE);
 }
 
 /* Stores the gradients unscaled and clipped, from what was loaded: those that the rule was given
@@ -231,16 +238,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
                 FST_UNROLL                                                                        \
                 for (unsigned q = 0; q < 8; q++)                                                  \
                     x.g[q] = x.g[q] * inv_scale * coefficient;                                    \
-                if (decays)                                                                       \
-                    fst_decay(x.g, x.p, a.l2);                                                    \
-                FST_UNROLL                                                                        \
-                for (unsigned q = 0; q < 8; q++) {                                                \
-                    float s[FST_MAX_STATES] = {x.state[0][q], x.state[1][q], x.state[2][q]};      \
-                    x.p[q] = name##_rule_known(x.p[q], x.g[q], s, &a);                            \
-                    FST_UNROLL                                                                    \
-                    for (int k = 0; k < (states); k++)                                            \
-                        x.state[k][q] = s[k];                                                     \
-                }                                                                                 \
+                name##_apply_known(&x, &a, decays);                                               \
                 if (!fst_all_large(x.p, !write_grad)) {                                           \
                     if (!fst_others_zero(x.p, x.g, x.state[0])) {                                 \
                         fst_leave(unsure, base, turn);                                            \
@@ -259,6 +257,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
 #undef WORDS
 #undef TURNS
 #undef TAKE
+#undef PUT
 
 /* Updates the tiles that fill all turns of a warp; returns the number of their elements. */
 FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device_operand *op,
@@ -283,5 +282,6 @@ FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device
 
 #ifdef FST_ONE_PARAM
 #undef OR_PARAM
+#undef OR_STATE
 #undef FST_ONE_PARAM
 #endif

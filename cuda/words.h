@@ -10,6 +10,7 @@
 #define FST_DEVICE static __device__ __forceinline__
 #define FST_DEVICE_CALL static __device__ __noinline__
 #define FST_UNROLL _Pragma("unroll")
+#define FST_ROLLED _Pragma("unroll 1")
 /* A kernel with one parameter, `launch`, a struct by value. */
 #define FST_KERNEL(name, launch_type)                                 \
     extern "C" __global__ void __launch_bounds__(FST_DEVICE_BLOCK, 2) \
@@ -121,6 +122,17 @@ FST_DEVICE uint32_t fst_lowest_bit(uint64_t bits)
 #else
     return (uint32_t)__builtin_ctzll(bits);
 #endif
+}
+
+/* The largest of neighbouring lanes, of which there is a power of two. All lanes call it. */
+FST_DEVICE uint32_t fst_largest(uint32_t x, unsigned lanes)
+{
+    FST_UNROLL
+    for (unsigned apart = 1; apart < lanes; apart *= 2) {
+        const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, x, apart);
+        x = other > x ? other : x;
+    }
+    return x;
 }
 
 /* Brings what lies there in global memory into the cache, without waiting for it. */

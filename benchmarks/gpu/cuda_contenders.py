@@ -130,9 +130,10 @@ def cuda_contenders_of(work: Work) -> tuple[Contender, ...]:
             Contender(SWAPPED, ours),
             *rest,
         )
-    elif work.family == "cuda bf16 states":
+    elif work.family.endswith(" states"):
+        few = work.family.split()[1]
         everyone = (
-            Contender(OURS, _step(faststep.optim.AdamW, state_dtype="bf16")),
+            Contender(OURS, _step(faststep.optim.AdamW, state_dtype=few)),
             Contender(FUSED, _step(torch.optim.AdamW, fused=True)),
         )
     else:

@@ -68,6 +68,9 @@ def shapes_of(name: str) -> Shapes:
     return shapes[name]
 
 
+FEW = ("bf16", "int8")  # types of states
+
+
 def cuda_works() -> list[Work]:
     """The chain in fp32, what one does without a loss scale in bf16, and the plain step in both,
     also on gradients as in buckets of DistributedDataParallel."""
@@ -79,7 +82,7 @@ def cuda_works() -> list[Work]:
         *(("cuda adamw", name, torch.float32, plain) for name in (PLAIN, SOME)),
         *(("cuda adamw", name, torch.float32, plain) for name in sets),
         *(("cuda adamw", name, torch.bfloat16, plain) for name in sets),
-        *(("cuda bf16 states", name, torch.float32, ()) for name in LARGE),
+        *((f"cuda {few} states", name, torch.float32, ()) for few in FEW for name in LARGE),
         *(("cuda unaligned", "GPT-2 small", dtype, plain) for dtype in NAMES),
     ]
     return [

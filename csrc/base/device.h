@@ -67,7 +67,9 @@ typedef struct {
     fst_noise noise; /* where bf16 states are rounded by it; its step is that of the counter, which
                         is there */
     int32_t noisy;
-    int32_t reserved;
+    uint32_t row;        /* of the blocks of states in codes (rules/codes.h) */
+    uint64_t scales;     /* of these: of state k from k * scale_count on; 0: none is in codes */
+    int64_t scale_count; /* of a state */
 } fst_device_span;
 
 typedef struct {

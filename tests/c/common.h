@@ -178,6 +178,9 @@ static inline array *array_clone(const array *from)
     a->memory = must_copy(from->memory, from->size);
     a->op.data = a->memory + a->lead;
     a->op.layout = from->op.layout ? &a->layout : NULL;
+    if (from->op.scales)
+        a->op.scales = (uint16_t *)(void *)(a->memory + ((const unsigned char *)from->op.scales -
+                                                         from->memory));
     return a;
 }
 
@@ -235,6 +238,8 @@ static inline int same_memory(const array *a, const array *b)
     const size_t element = fst_dtype_size(a->op.dtype);
     if (a->size != b->size)
         return 0;
+    if (a->op.scales)
+        return !memcmp(a->memory, b->memory, a->size);
     for (size_t at = 0; at < a->size; at += element) {
         const void *left = a->memory + at, *right = b->memory + at;
         if (memcmp(left, right, element) &&

@@ -66,11 +66,48 @@ typedef struct {
     double (*value)(void); /* of the other operands; NULL: random_value */
 } kind;
 
+/* Codes of all kinds, or none yet, beside scales that are mostly of one size. */
+static inline void fill_codes(array *a, size_t scales)
+{
+    const int fresh = random_below(4) == 0;
+    for (size_t i = 0; i < (size_t)a->count; i++)
+        a->memory[a->lead + i] = (unsigned char)(fresh ? 0 : random_bits());
+    for (size_t i = 0; i < scales; i++) {
+        const float size = (float)ldexp(1.0 + fabs(random_unit()), (int)random_below(4) - 12);
+        const float any = (float)ldexp(1.0, (int)random_below(200) - 126);
+        a->op.scales[i] = fresh                   ? 0
+                          : random_below(50) == 0 ? 0x7FC0
+                          : random_below(20) == 0 ? 0
+                          : random_below(20) == 0 ? fst_f32_to_bf16(any)
+                                                  : fst_f32_to_bf16(size);
+    }
+}
+
+/* Adds state k in codes; the first has the scales of all behind its own codes. */
+static inline void add_codes(model *m, param *p, unsigned k, unsigned states, int64_t row_length)
+{
+    const uint32_t row = fst_code_row(row_length);
+    const size_t scales = k ? 0 : states * (size_t)scale_count_of(p, row);
+    const size_t codes = ((size_t)p->count + 15) / 16 * 16;
+    array *a = array_new_aligned(FST_F32, 1);
+    free(a->memory);
+    a->count = p->count;
+    a->size = a->lead + codes + scales * sizeof(uint16_t);
+    a->memory = must_alloc(a->size);
+    memset(a->memory, 0x55, a->size);
+    a->op = (fst_operand){.data = a->memory + a->lead, .dtype = k ? FST_U8 : FST_I8, .row = row};
+    a->op.scales = (uint16_t *)(void *)(a->memory + a->lead + codes);
+    fill_codes(a, scales);
+    p->array[FST_OP_STATE + k] = m->array_count;
+    m->arrays[m->array_count++] = a;
+}
+
 static inline void add_param(model *m, unsigned group, int64_t count, const kind *k)
 {
     const fst_rule rule = m->groups[group].rule;
     param *p = &m->params[m->param_count];
     *p = (param){.count = count, .group = group, .wide = k->dtype == FST_F64};
+    p->begin = m->groups[group].code_begin;
     for (int i = 0; i < FST_OP_COUNT; i++)
         p->array[i] = -1;
     p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad ||
@@ -91,7 +128,11 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     double (*const value)(void) = k->value ? k->value : random_value;
     add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, value);
     add_operand(m, p, FST_OP_GRAD, k->grad_dtype, k->how, k->grad_value);
-    for (unsigned i = 0; i < fst_rules[rule].states; i++)
+    const int64_t rows = m->groups[group].code_rows;
+    for (unsigned i = 0; i < fst_rules[rule].states && rows; i++)
+        add_codes(m, p, i, fst_rules[rule].states, rows);
+    place_scales(m, p);
+    for (unsigned i = 0; i < fst_rules[rule].states && !rows; i++)
         add_operand(m, p, FST_OP_STATE + (int)i, k->state_dtype, k->how,
                     k->value ? value
                     : i      ? random_positive

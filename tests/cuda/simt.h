@@ -32,6 +32,7 @@ extern _Thread_local simt_dim3 simt_thread_idx, simt_block_idx;
 extern simt_dim3 simt_block_dim, simt_grid_dim;
 int simt_barrier(int any, int line);
 double simt_shuffle_down(uint32_t mask, double value, unsigned delta, int line);
+double simt_shuffle_xor(uint32_t mask, double value, unsigned lanes, int line);
 void *simt_shared_memory(size_t size, int line);
 void simt_fence(void);
 uint32_t simt_atomic_inc(uint32_t *at, uint32_t last);
@@ -47,6 +48,8 @@ uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value);
 #define __syncthreads_or(any) simt_barrier((any), __LINE__)
 #define __syncwarp() ((void)simt_shuffle_down(0xFFFFFFFFu, 0.0, 1, __LINE__))
 #define __shfl_down_sync(mask, value, delta) simt_shuffle_down((mask), (value), (delta), __LINE__)
+#define __shfl_xor_sync(mask, value, lanes) \
+    ((uint32_t)simt_shuffle_xor((mask), (double)(value), (lanes), __LINE__))
 #define __threadfence() simt_fence()
 #define atomicInc(at, last) simt_atomic_inc((at), (last))
 #define atomicOr(at, value) simt_atomic_or((at), (value))
@@ -55,6 +58,7 @@ uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value);
 #define FST_DEVICE static inline __attribute__((unused))
 #define FST_DEVICE_CALL static __attribute__((noinline, unused))
 #define FST_UNROLL
+#define FST_ROLLED
 #define FST_SHARED(type, name) type *const name = simt_shared_memory(sizeof(type), __LINE__)
 /* The table is a section of pointers: structs might be padded apart. */
 #define FST_KERNEL(name, launch_type)                                                             \

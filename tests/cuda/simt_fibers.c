@@ -87,16 +87,26 @@ int simt_barrier(int any, int line)
     return fibers[current].any;
 }
 
-double simt_shuffle_down(uint32_t mask, double value, unsigned delta, int line)
+static double shuffle_from(unsigned source, uint32_t mask, double value, int line)
 {
-    const unsigned lane = current % SIMT_WARP;
     fiber *own = &fibers[current];
     if (mask != 0xFFFFFFFFu)
         simt_complain("%s: line %d: a shuffle of some lanes only", kernel->name, line);
     own->brought = value;
-    own->source = lane + delta < SIMT_WARP ? current + delta : current;
+    own->source = source;
     park(AT_SHUFFLE, line);
     return own->brought;
+}
+
+double simt_shuffle_down(uint32_t mask, double value, unsigned delta, int line)
+{
+    const unsigned lane = current % SIMT_WARP;
+    return shuffle_from(lane + delta < SIMT_WARP ? current + delta : current, mask, value, line);
+}
+
+double simt_shuffle_xor(uint32_t mask, double value, unsigned lanes, int line)
+{
+    return shuffle_from(current ^ lanes, mask, value, line);
 }
 
 /* One piece of it per block: every call gives that piece. */

@@ -61,17 +61,27 @@ int simt_barrier(int any, int line)
     return result;
 }
 
-double simt_shuffle_down(uint32_t mask, double value, unsigned delta, int line)
+static double shuffle_from(unsigned source, double value)
 {
-    const unsigned lane = own % SIMT_WARP;
-    const unsigned source = lane + delta < SIMT_WARP ? own + delta : own;
     pthread_barrier_t *warp = &own_block->warps[own / SIMT_WARP];
-    (void)mask, (void)line;
     own_block->values[own] = value;
     pthread_barrier_wait(warp);
     const double result = own_block->values[source];
     pthread_barrier_wait(warp);
     return result;
+}
+
+double simt_shuffle_down(uint32_t mask, double value, unsigned delta, int line)
+{
+    const unsigned lane = own % SIMT_WARP;
+    (void)mask, (void)line;
+    return shuffle_from(lane + delta < SIMT_WARP ? own + delta : own, value);
+}
+
+double simt_shuffle_xor(uint32_t mask, double value, unsigned lanes, int line)
+{
+    (void)mask, (void)line;
+    return shuffle_from(own ^ lanes, value);
 }
 
 void *simt_shared_memory(size_t size, int line)

@@ -5,12 +5,14 @@
 #include "core/rule_args.h"
 #include "core/passes.h"
 #include "device.h"
+#include "rules/codes.h"
 #include "rules/loss_scale.h"
 
 enum { MAX_PARAMS = 16, MAX_GROUPS = 4, MAX_ARRAYS = MAX_PARAMS * FST_OP_COUNT };
 
 typedef struct {
     int64_t count;           /* 0: without elements, it only counts */
+    int64_t begin;           /* of a part of a larger parameter with states in codes */
     int array[FST_OP_COUNT]; /* index of each operand's array, -1: absent */
     unsigned group;
     int counts, is_double, negated; /* its step counter */
@@ -26,6 +28,8 @@ typedef struct {
     int lr_on_device, lr_is_double;
     int noisy; /* bf16 states are rounded by noise of this seed */
     uint64_t seed;
+    int64_t code_rows;  /* states are in codes, in rows of so many elements; 0: they are not */
+    int64_t code_begin; /* the first element, of parts of larger parameters */
 } model_group;
 
 /* Plain data but for `arrays`. */
@@ -50,11 +54,29 @@ typedef struct {
     double norm, found_inf;
 } outcome;
 
+static inline int64_t scale_count_of(const param *p, uint32_t row)
+{
+    return fst_scale_count(p->begin + p->count, row) - fst_scales_before(p->begin, row);
+}
+
+/* The scales of a parameter's states lie with the codes of its first state. */
+static inline void place_scales(model *m, const param *p)
+{
+    const array *first =
+        p->count && p->array[FST_OP_STATE] >= 0 ? m->arrays[p->array[FST_OP_STATE]] : NULL;
+    for (int k = FST_OP_STATE + 1; first && first->op.scales && k < FST_OP_COUNT; k++)
+        if (p->array[k] >= 0 && m->arrays[p->array[k]]->op.scales)
+            m->arrays[p->array[k]]->op.scales =
+                first->op.scales + (k - FST_OP_STATE) * scale_count_of(p, first->op.row);
+}
+
 static inline model *model_clone(const model *from)
 {
     model *m = must_copy(from, sizeof *from);
     for (int i = 0; i < m->array_count; i++)
         m->arrays[i] = array_clone(from->arrays[i]);
+    for (int i = 0; i < m->param_count; i++)
+        place_scales(m, &m->params[i]);
     return m;
 }
 
@@ -98,10 +120,15 @@ static inline void model_plan(const model *m, const options *o, fst_plan *plan)
         if (!m->params[i].count)
             continue;
         const uint32_t span = (uint32_t)plan->span_count;
-        fst_operand *op = fst_plan_add(plan, m->params[i].count, span, &status);
+        const int64_t begin = m->params[i].begin;
+        fst_operand *op = fst_plan_add_part(plan, begin, m->params[i].count, span, &status);
         for (int k = 0; k < FST_OP_COUNT; k++)
-            if (m->params[i].array[k] >= 0)
+            if (m->params[i].array[k] >= 0) {
                 op[k] = m->arrays[m->params[i].array[k]]->op;
+                op[k].data = (char *)op[k].data - begin * (int64_t)fst_operand_size(op[k].dtype);
+                if (op[k].scales)
+                    op[k].scales -= fst_scales_before(begin, op[k].row);
+            }
     }
     CHECK_INT(fst_plan_seal(plan, FST_OP_PARAM, o->write_grad ? 2 : 1, &status), FST_OK);
 }
@@ -206,6 +233,14 @@ static inline void device_add_spans(device *d, model *m, const options *o, doubl
                                              .wide = p->wide,
                                              .noisy = m->groups[p->group].noisy,
                                              .noise = noise_of(&m->groups[p->group], i, 0.0)};
+            if (p->count && p->array[FST_OP_STATE] >= 0) {
+                const fst_operand *first = &m->arrays[p->array[FST_OP_STATE]]->op;
+                d->spans[at].row = first->row;
+                d->spans[at].scale_count = scale_count_of(p, first->row);
+                if (first->scales)
+                    d->spans[at].scales =
+                        address_of(first->scales - fst_scales_before(p->begin, first->row));
+            }
             if (p->counts)
                 d->spans[at].step = scalar_held(&m->steps[i], p->is_double, p->negated);
             for (unsigned k = 0; k < fst_numbers_count((int32_t)m->groups[p->group].rule); k++)

@@ -81,6 +81,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "momentum": (2, {**BASE, "optimizer": "momentum"}),
     "Lion": (2, {**BASE, "optimizer": "Lion", "groups": True}),
     **{name: (2, {**BASE, "optimizer": name, "dtypes": LOW}) for name in OTHERS},
+    "int8": (3, {**BASE, "optimizer": "int8", "clip": 1.0, "dtypes": LOW}),
+    "int8, stage 1": (2, {**BASE, "optimizer": "int8", "stage": 1, "mb": KB}),
     "several dtypes": (3, {**BASE, "dtypes": LOW}),
     "clipped": (3, {**BASE, "clip": 1.0}),
     "clipped, one bucket": (2, {**BASE, "clip": 1e-6, "mb": math.inf, "stage": 1}),

@@ -120,14 +120,3 @@ def test_devices_without_gradients_have_no_norm() -> None:
         torch.testing.assert_close(b.last_grad_norm.cpu(), a.last_grad_norm, rtol=1e-6, atol=0.0)
         for p, q in zip(pair.cpu, pair.cuda, strict=True):
             torch.testing.assert_close(fake.plain(q), p.detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_states_in_int8_are_refused() -> None:
-    """Before anything is made or written."""
-    param = fake.parameter(torch.ones(5000))
-    param.grad = fake.claim(torch.ones(5000))
-    optimizer = faststep.optim.AdamW([param], state_dtype="int8", betas=(0.9, 0.99))
-    with pytest.raises(RuntimeError, match='is on a CUDA device: state_dtype="int8" is for param'):
-        optimizer.step()
-    assert not optimizer.state
-    assert torch.equal(fake.plain(param), torch.ones(5000))

@@ -348,11 +348,13 @@ def kind_of(block: Block) -> Kind:
     return way.loads, way.stores, way.count(FROM_FP16), items if items >= 8 else 0
 
 
-def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way]:
-    """The longest way of each kind through a loop."""
+def ways_through(
+    code: list[Block], head: int, body: set[int], everywhere: bool = False
+) -> dict[Kind, Way]:
+    """The longest way of each kind through a loop, or through all of it if no other is left."""
     left = {n for n in body if left_out(code[n])}
     inside = {n for n in body - left if not code[n].calls} or body
-    if head not in inside or not any(head in code[n].next for n in inside):
+    if everywhere or head not in inside or not any(head in code[n].next for n in inside):
         inside = body
     order = [n for n in order_of(code) if n in inside]
     rank = {n: i for i, n in enumerate(order)}
@@ -383,7 +385,7 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way
                 old_way.shortest = shortest = min(shortest, old_way.shortest)
             if not old_way or longest > len(old_way.code):
                 ways[key] = Way(trace(code, known, kinds, n, key), shortest)
-    return ways
+    return ways or ways_through(code, head, body, everywhere=True)
 
 
 def trace(

@@ -125,6 +125,9 @@ def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
         "SGD": lambda: faststep.optim.SGD(params, lr=0.1),
         "momentum": lambda: faststep.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
         "Lion": lambda: faststep.optim.Lion(params, lr=0.01),
+        "int8": lambda: faststep.optim.AdamW(
+            params, lr=0.01, betas=(0.9, 0.95), state_dtype="int8", min_8bit_size=1
+        ),
         "torch AdamW": lambda: torch.optim.AdamW(params, lr=0.01),
         "torch SGD": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         **{f"torch {some}": lambda some=some: _other(torch.optim, some, params) for some in OTHERS},

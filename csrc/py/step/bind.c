@@ -138,7 +138,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, self->is_factored, &problem))
         return fst_bind_problem(at, "parameter", &problem);
-    if (fst_bind_check_codes(at, view.device == FST_HOST) || fst_bind_shard(at, param, object))
+    if (fst_bind_shard(at, param, object))
         return -1;
     fst_step_part *part = enter_part(at, local, view.device);
     if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,

@@ -62,10 +62,6 @@ int fst_bind_written(fst_step_plan *self, PyObject *object);
 /* Appends to an array of borrowed references. Returns 0, or -1 with a Python error. */
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);
 
-/* Refuses a parameter outside of CPU memory in a group with states in codes. Returns 0, or -1 with
- * a Python error. */
-int fst_bind_check_codes(const fst_binding *at, int on_host);
-
 /* Makes an operand of a tensor that must have the parameter's shape and device. */
 int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
                      const fst_view *view, int written, fst_operand *op);

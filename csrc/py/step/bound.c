@@ -65,17 +65,6 @@ int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem 
     return fst_step_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
-int fst_bind_check_codes(const fst_binding *at, int on_host)
-{
-    fst_problem problem;
-    if (!at->self->groups[at->group].codes_from || on_host)
-        return 0;
-    fst_problem_set(&problem, "device",
-                    "is on a CUDA device: state_dtype=\"int8\" is for parameters in CPU memory so "
-                    "far");
-    return fst_bind_problem(at, "parameter", &problem);
-}
-
 /* Reads (number, first element, elements of a row of codes, has codes) of a parameter that is a
  * shard. Returns 0, or -1 with a Python error. */
 static int read_shard(fst_binding *at, const fst_param *param, PyObject *shard)

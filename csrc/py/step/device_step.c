@@ -5,6 +5,7 @@
 #include "gpu/launch.h"
 #include "py/step/step_plan.h"
 #include "py/torch/arrays.h"
+#include "rules/codes.h"
 
 /* Finds a group's learning rate in the device's memory. Returns 0, or -1 with a Python error. */
 static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
@@ -45,8 +46,24 @@ static int list_groups(fst_module *module, const fst_step_plan *self, fst_step_p
     return 0;
 }
 
-static void describe_span(const fst_step_plan *self, const fst_counter *counter,
-                          const fst_tensor_number *numbers, fst_device_span *span)
+/* Says where the scales of states in codes lie. */
+static void describe_scales(const fst_plan *plan, const fst_counter *counter, fst_device_span *span)
+{
+    const fst_span *of = &plan->spans[counter->span];
+    const fst_operand *op = &plan->operands[(size_t)counter->span * plan->width + FST_OP_STATE];
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
+        if (op[k].scales) {
+            span->row = op[k].row;
+            span->scale_count = fst_scale_count(of->begin + of->count, op[k].row) -
+                                fst_scales_before(of->begin, op[k].row);
+            span->scales = (uint64_t)(uintptr_t)op[k].scales -
+                           k * (uint64_t)span->scale_count * sizeof(uint16_t);
+        }
+}
+
+static void describe_span(const fst_step_plan *self, const fst_plan *plan,
+                          const fst_counter *counter, const fst_tensor_number *numbers,
+                          fst_device_span *span)
 {
     const fst_group *group = &self->groups[counter->group];
     memset(span, 0, sizeof *span);
@@ -63,6 +80,8 @@ static void describe_span(const fst_step_plan *self, const fst_counter *counter,
         span->numbers[k] = (fst_device_number){.data = (uint64_t)(uintptr_t)numbers[k].at.data,
                                                .dtype = (int32_t)numbers[k].at.dtype,
                                                .negated = numbers[k].at.negated};
+    if (counter->span >= 0)
+        describe_scales(plan, counter, span);
 }
 
 static int by_address(const void *a, const void *b)
@@ -120,7 +139,7 @@ static int list_spans(const fst_step_plan *self, fst_step_part *part)
         fst_device_span *span =
             &part->spans[counter->span >= 0 ? (size_t)counter->span : only_counts++];
         const fst_device_span before = *span;
-        describe_span(self, counter, numbers, span);
+        describe_span(self, &part->plan, counter, numbers, span);
         moved = moved || span->step.data != before.step.data ||
                 memcmp(span->numbers, before.numbers, sizeof before.numbers);
         if (part->number_count)

@@ -76,7 +76,7 @@ class Arguments(TypedDict, total=False):
     state_dtype: Annotated[
         StateDtype | Mapping[str, StateDtype | None] | None,
         '("fp32", "bf16", "int8" or None): the type of all states of a parameter\'s shape but '
-        'masters, rounded to the nearest; "int8" is for Adam, AdamW, Lion and SGD on CPUs. None is '
+        'masters, rounded to the nearest; "int8" is for Adam, AdamW, Lion and SGD. None is '
         "torch's, that of the parameter, and float32 beside masters. A dict has the types of "
         "single states by name.",
     ]
