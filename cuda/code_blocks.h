@@ -14,6 +14,7 @@ typedef struct {
 
 typedef struct {
     fst_walk of[FST_DEVICE_BLOCK];
+    uint32_t chunk[FST_DEVICE_BLOCK]; /* at which a thread is */
 } fst_walks;
 
 /* Begins before the first tile of 256 elements that has a bit in `left` of some lane; these are

@@ -166,7 +166,9 @@ FST_KERNEL(fst_update, fst_update_launch)
         return;
     for (uint32_t warps = by_warps ? 1 : FST_WARPS;; warps = FST_WARPS) { /* of a chunk */
         const uint32_t first = threadIdx.x / FST_WARP / warps * gridDim.x + blockIdx.x;
-        for (uint32_t i = first; i < count; i += fst_groups_of_warps(warps)) {
+        uint32_t *const at = &walks->chunk[threadIdx.x];
+        for (*at = first; *at < count; *at += fst_groups_of_warps(warps)) {
+            const uint32_t i = *at;
             const fst_device_chunk chunk = chunks[count - 1 - i];
             if (in_memory && i + fst_groups_of_warps(warps) < count)
                 fst_ask_for(&chunks[count - 1 - i - fst_groups_of_warps(warps)]);
