@@ -43,7 +43,7 @@ FST_DEVICE uint8_t *fst_code_at(const fst_share *share, const fst_device_operand
 FST_DEVICE_CALL float fst_of_code(uint32_t code, uint32_t scale, int has_signs)
 {
     const float s = fst_bf16_to_f32((uint16_t)scale);
-    return has_signs ? fst_of_signed((uint8_t)code, fst_signed_factor(s))
+    return has_signs ? fst_of_signed((int8_t)code, fst_signed_factor(s))
                      : fst_of_root((uint8_t)code, fst_root_factor(s));
 }
 
@@ -63,8 +63,8 @@ FST_DEVICE_CALL uint32_t fst_to_codes(float x, float y, int has_signs)
     FST_ROLLED
     for (unsigned n = 0; n < 2 && scale != FST_SCALE_NAN; n++) {
         const float term = n ? first : second;
-        codes =
-            codes << 8 | (has_signs ? fst_to_signed(term, divisor) : fst_to_root(term, divisor));
+        const int32_t word = has_signs ? fst_to_signed(term, divisor) : fst_to_root(term, divisor);
+        codes = codes << 8 | (uint8_t)word;
     }
     return (uint32_t)scale << 16 | codes;
 }

@@ -5,7 +5,7 @@ float16, and in CPU memory.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -152,6 +152,9 @@ def accumulate(
         TypeError: a tensor cannot be used, or shapes differ; nothing was changed.
         ValueError: the lists differ in length.
     """
+
+def any_dtensor(tensors: Iterable[object], /) -> bool:
+    """True if one of these is of exactly the class that `use_dtensors` was given."""
 
 def chunk_squares(tensors: Sequence[Tensor], inv_scale: float, sums: Tensor, /) -> bool:
     """Write the sum of squares of each chunk, of its elements times inv_scale, to `sums`.

@@ -234,6 +234,11 @@ def gradients_of(params: Sequence[Any]) -> list[torch.Tensor]:
     return [p.grad for p in params if isinstance(p, torch.Tensor) and p.grad is not None]
 
 
+def any_dtensor(world: World) -> None:
+    args, _ = maybe_bad(world, (sequence(world, params_for(world)),))
+    world.call("any_dtensor", _C.any_dtensor, args)
+
+
 def collect_grads(world: World) -> None:
     params = params_for(world)
     args, _ = maybe_bad(world, (sequence(world, params),))
@@ -429,6 +434,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 FUNCTIONS: dict[str, Target] = {
     "accumulate": accumulate,
+    "any_dtensor": any_dtensor,
     "clamp": clamp,
     "clip_grads": clip_grads,
     "collect_grads": collect_grads,

@@ -206,6 +206,12 @@ def fusable() -> Iterator[Case]:
         yield lambda bad=bad: _C.fusable(bad), [*bad, bad]
 
 
+def any_dtensor() -> Iterator[Case]:
+    tensors = parameters()
+    yield lambda: _C.any_dtensor(tensors), tensors
+    yield failing(_C.any_dtensor, 1), []
+
+
 def collect_grads() -> Iterator[Case]:
     params = parameters()
     yield lambda: _C.collect_grads(params), [*params, *(p.grad for p in params)]
@@ -752,6 +758,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Slots": slots,
     "TensorError": tensor_error,
     "accumulate": accumulate,
+    "any_dtensor": any_dtensor,
     "check_driver": lambda: iter([(_C.check_driver, [])]),
     "chunk_squares": chunk_squares,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),

@@ -104,6 +104,19 @@ int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int dev
     return 0;
 }
 
+PyObject *fst_py_any_dtensor(PyObject *module, PyObject *tensors)
+{
+    const fst_module *state = fst_module_state(module);
+    PyObject *items = PySequence_Tuple(tensors);
+    int found = 0;
+    if (!items)
+        return NULL;
+    for (Py_ssize_t i = 0, count = PyTuple_Size(items); i < count && !found; i++)
+        found = fst_tensor_is_dtensor(&state->tensors, PyTuple_GetItem(items, i));
+    Py_DECREF(items);
+    return PyBool_FromLong(found);
+}
+
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params)
 {
     fst_module *state = fst_module_state(module);

@@ -47,7 +47,7 @@ def is_dtensor(tensor: object) -> bool:
 def any_dtensor(tensors: Iterable[object]) -> bool:
     """True if one of these is a DTensor."""
     learn_dtensors()
-    return _known is not None and _known in map(type, tensors)
+    return _C.any_dtensor(tensors)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
