@@ -1,7 +1,7 @@
 """Peak memory of training GPT-2 small with each format of states, and the size of its checkpoints.
 
-    python benchmarks/state_memory.py                   # a table, in bytes per parameter
-    python benchmarks/state_memory.py FORMAT KIND       # bytes of one, as JSON
+    python benchmarks/state_memory.py [PEAKS.png]       # a table and a plot, in bytes per parameter
+    python benchmarks/state_memory.py --one FORMAT KIND # bytes of one, as JSON
 
 A peak is that of the resident memory of a new process in two steps of 16 tokens with AdamW, less
 what it was before the model was made. The head is not tied to the embedding: torch has three
@@ -14,10 +14,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
@@ -104,20 +105,39 @@ def one(name: str, kind: str) -> Found:
 
 def measured(name: str, kind: str) -> Found:
     """Of a new process."""
-    return Found(*of_new_process(__file__, name, kind))
+    return Found(*of_new_process(__file__, "--one", name, kind))
+
+
+def plot(found: Sequence[tuple[str, Found, Found]], output: str) -> None:
+    """The peaks of each format, with gradients and with release."""
+    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    for kind, offset, colour in (("plain", -0.2, "tab:blue"), ("release", 0.2, "tab:orange")):
+        places = [number + offset for number in range(len(found))]
+        peaks = [one[1 + KINDS.index(kind)].peak for one in found]
+        sums = [FORMATS[name].sums[KINDS.index(kind)] for name, *_ in found]
+        label = "gradients stay" if kind == "plain" else "gradients are released"
+        axes.barh(places, peaks, height=0.38, color=colour, label=f"peak, {label}")
+        axes.scatter(sums, places, color="black", marker="|", s=90)
+    axes.scatter([], [], color="black", marker="|", s=90, label="sum of the tensors")
+    axes.set_yticks(range(len(found)), [name for name, *_ in found])
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes per parameter, GPT-2 small, AdamW")
+    axes.legend(fontsize=8)
+    figure.savefig(output, dpi=80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("format", nargs="?", choices=FORMATS)
-    parser.add_argument("kind", nargs="?", choices=KINDS)
+    parser.add_argument("output", nargs="?", help="file of the plot")
+    parser.add_argument("--one", nargs=2, metavar=("FORMAT", "KIND"))
     options = parser.parse_args()
-    if options.kind is not None:
-        print(json.dumps(one(options.format, options.kind)))
+    if options.one is not None:
+        print(json.dumps(one(*options.one)))
         return
-    rows, whole = [], 0.0
+    rows, found, whole = [], [], 0.0
     for name in FORMATS:
         plain, released = (measured(name, kind) for kind in KINDS)
+        found.append((name, plain, released))
         whole = whole or plain.file
         with_grads, without = FORMATS[name].sums
         rows.append(
@@ -136,6 +156,8 @@ def main() -> None:
     header = ["parameters, states", "sum", "peak", "sum, release", "peak, release"]
     header += ["largest gradient", "native checkpoint", "of fp32's"]
     print(table(header, rows, markdown=True))
+    if options.output is not None:
+        plot(found, options.output)
 
 
 if __name__ == "__main__":

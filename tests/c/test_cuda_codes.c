@@ -102,25 +102,26 @@ static void all_types(fst_rule rule)
         }
 }
 
-/* The types that have loops of their own, with blocks of all lengths. */
-static void all_lengths(fst_rule rule, fst_dtype dtype, int master)
+/* The types that have loops of their own, with blocks of all lengths, and for each of these other
+ * values in each turn. */
+static void all_lengths(fst_rule rule, fst_dtype dtype, int master, size_t turn)
 {
-    for (size_t n = 0; n < sizeof lengths / sizeof lengths[0]; n++)
-        for (size_t value = 0; value < sizeof values / sizeof values[0]; value++) {
-            const options o = {NAN, NAN, NAN, .write_grad = (int)random_below(4) == 0};
-            const kind k = {.dtype = dtype,
-                            .grad_dtype = dtype,
-                            .grad_value = values[value],
-                            .master = master,
-                            .value = values[value]};
-            model *m = new_model(rule);
-            m->groups[0].code_rows = lengths[n];
-            m->groups[0].code_begin = begin_in(&m->groups[0]);
-            add_param(m, 0, counts[(n + value) % (sizeof counts / sizeof counts[0])], &k);
-            add_param(m, 0, counts[(n * 3 + value) % (sizeof counts / sizeof counts[0])], &k);
-            compare(m, &o, &k);
-            model_free(m);
-        }
+    for (size_t n = 0; n < sizeof lengths / sizeof lengths[0]; n++) {
+        const size_t value = (n + turn) % (sizeof values / sizeof values[0]);
+        const options o = {NAN, NAN, NAN, .write_grad = (int)random_below(4) == 0};
+        const kind k = {.dtype = dtype,
+                        .grad_dtype = dtype,
+                        .grad_value = values[value],
+                        .master = master,
+                        .value = values[value]};
+        model *m = new_model(rule);
+        m->groups[0].code_rows = lengths[n];
+        m->groups[0].code_begin = begin_in(&m->groups[0]);
+        add_param(m, 0, counts[(n + turn) % (sizeof counts / sizeof counts[0])], &k);
+        add_param(m, 0, counts[(n * 3 + turn) % (sizeof counts / sizeof counts[0])], &k);
+        compare(m, &o, &k);
+        model_free(m);
+    }
 }
 
 /* A step that is skipped writes neither codes nor scales. */
@@ -144,9 +145,9 @@ int main(void)
 {
     level_count = supported_levels(levels);
     for (size_t r = 0; r < sizeof rules / sizeof rules[0]; r++) {
-        all_lengths(rules[r], FST_F32, -1);
-        all_lengths(rules[r], FST_BF16, FST_I16);
-        all_lengths(rules[r], FST_BF16, -1);
+        all_lengths(rules[r], FST_F32, -1, 3 * r);
+        all_lengths(rules[r], FST_BF16, FST_I16, 3 * r + 1);
+        all_lengths(rules[r], FST_BF16, -1, 3 * r + 2);
         all_types(rules[r]);
     }
     skipped();
