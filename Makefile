@@ -48,7 +48,7 @@ ARGS ?=
 # for all; and where logs and figures go.
 GPU_FIRST := bits lists amp graphs streams
 GPU_BENCH := cuda_works cuda_cases cuda_loops
-GPU_REST := training loops losses kernels quick_math memory state_dict loader transforms sharded race sanitizer counters
+GPU_REST := training few_bits loops losses kernels quick_math memory state_dict loader transforms sharded race sanitizer counters
 WHEEL ?=
 CUDA12 ?=
 SPARE ?= $(firstword $(wildcard dist/*.whl))

@@ -30,6 +30,14 @@ int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *ob
         PyErr_SetString(PyExc_TypeError, "expected a tensor in CPU memory");
         return -1;
     }
+    return 0;
+}
+
+int fst_read_memory(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                    fst_dl_tensor *tensor)
+{
+    if (fst_read_tensor(state, api, object, tensor))
+        return -1;
     if (!tensor->data && fst_layout_count(tensor->ndim, tensor->shape)) {
         PyErr_SetString(PyExc_TypeError, "the tensor has no memory behind it");
         return -1;
@@ -41,7 +49,7 @@ int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObje
                           Py_ssize_t *count)
 {
     fst_dl_tensor tensor;
-    if (fst_read_tensor(state, api, object, &tensor))
+    if (fst_read_memory(state, api, object, &tensor))
         return NULL;
     if (tensor.dtype.code != FST_DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
         (tensor.shape[0] > 1 && tensor.strides && tensor.strides[0] != 1)) {

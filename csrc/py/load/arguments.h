@@ -10,6 +10,10 @@ const fst_dl_api *fst_torch_api(const fst_module *state);
 int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
                     fst_dl_tensor *tensor);
 
+/* The same, for one whose elements are read or written: TypeError if its storage was emptied. */
+int fst_read_memory(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                    fst_dl_tensor *tensor);
+
 /* The elements of a contiguous 1-d int64 tensor; NULL with a Python error, or if it is empty. */
 int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
                           Py_ssize_t *count);

@@ -113,7 +113,7 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     }
     for (size_t f = 0; f < fields; f++) {
         fst_dl_tensor tensor;
-        if (fst_read_tensor(state, self->api, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
+        if (fst_read_memory(state, self->api, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
             return -1;
         if (!is_batch(&self->forms[f], rows, &tensor)) {
             PyErr_Format(PyExc_ValueError,
