@@ -5,7 +5,7 @@
 #include "rules/loss_scale.h"
 #include "rules/rules.h"
 #include "all_types.h"
-#include "code_blocks.h"
+#include "code_walk.h"
 #include "fold_sums.h"
 #include "image_kernel.h"
 #include "loss_kernel.h"

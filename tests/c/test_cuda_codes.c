@@ -4,35 +4,6 @@
  */
 #include "../cuda/models.h"
 
-static const fst_cpu_kernels *levels[MAX_LEVELS];
-static size_t level_count;
-
-static void compare(const model *start, const options *o, const kind *k)
-{
-    model *got = model_clone(start);
-    const unsigned grid = 1 + (unsigned)random_below(4);
-    outcome seen = {0};
-    simt_shuffle_by(random_below(3));
-    for (int step = 0; step < 2; step++)
-        seen = device_step(got, o, grid);
-    for (size_t i = 0; i < level_count; i++) {
-        model *want = model_clone(start);
-        outcome expected = {0};
-        fst_passes_use(levels[i]);
-        for (int step = 0; step < 2; step++)
-            expected = cpu_step(want, o);
-        if (!CHECK(same_step(got, &seen, want, &expected)))
-            fprintf(stderr,
-                    "    %s, %s: %s, gradient %s, master %d, placement %d, %" PRId64
-                    " elements; write_grad %d\n",
-                    levels[i]->name, fst_rules[start->groups[0].rule].name, dtype_names[k->dtype],
-                    dtype_names[k->grad_dtype], k->master, k->how, start->params[0].count,
-                    o->write_grad);
-        model_free(want);
-    }
-    model_free(got);
-}
-
 static double ordinary(void)
 {
     return random_unit() * 0.1;
@@ -143,7 +114,6 @@ static void skipped(void)
 
 int main(void)
 {
-    level_count = supported_levels(levels);
     for (size_t r = 0; r < sizeof rules / sizeof rules[0]; r++) {
         all_lengths(rules[r], FST_F32, -1, 3 * r);
         all_lengths(rules[r], FST_BF16, FST_I16, 3 * r + 1);

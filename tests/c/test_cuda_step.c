@@ -3,9 +3,6 @@
  * blocks and threads. */
 #include "../cuda/models.h"
 
-static const fst_cpu_kernels *levels[MAX_LEVELS];
-static size_t level_count;
-
 static options random_options(void)
 {
     static const double scales[] = {NAN, 1.0, 65536.0, 3.7, 1e-30, INFINITY, 0.0};
@@ -23,38 +20,6 @@ static options random_options(void)
     o.norm_is_double = (int)random_below(2);
     o.negated = (int)random_below(2);
     return o;
-}
-
-static void describe(const char *level, const kind *k, const options *o, const model *m)
-{
-    fprintf(stderr,
-            "    %s, %s: %s, gradient %s, state %s, master %d, placement %d; scale %g, "
-            "found %g, measured %d, max_norm %g, write_grad %d\n",
-            level, fst_rules[m->groups[0].rule].name, dtype_names[k->dtype],
-            dtype_names[k->grad_dtype], dtype_names[k->state_dtype], k->master, k->how, o->scale,
-            o->found_inf, o->measure_found_inf, o->max_norm, o->write_grad);
-}
-
-/* Two steps, so that what the first leaves behind is used. */
-static void compare(const model *start, const options *o, const kind *k)
-{
-    model *got = model_clone(start);
-    const unsigned grid = 1 + (unsigned)random_below(4);
-    simt_shuffle_by(random_below(3));
-    outcome seen = {0};
-    for (int step = 0; step < 2; step++)
-        seen = device_step(got, o, grid);
-    for (size_t i = 0; i < level_count; i++) {
-        model *want = model_clone(start);
-        outcome expected = {0};
-        fst_passes_use(levels[i]);
-        for (int step = 0; step < 2; step++)
-            expected = cpu_step(want, o);
-        if (!CHECK(same_step(got, &seen, want, &expected)))
-            describe(levels[i]->name, k, o, start);
-        model_free(want);
-    }
-    model_free(got);
 }
 
 static double (*const grad_values[])(void) = {random_unit, random_unit, random_value};
@@ -309,7 +274,6 @@ enum { RULES_IN_ALL_LAYOUTS = FST_RULE_COUNT };
 
 int main(void)
 {
-    level_count = supported_levels(levels);
     for (int rule = 0; rule < FST_RULE_COUNT; rule++) {
         for (int dtype = 0; dtype < FST_DTYPE_COUNT && rule < RULES_IN_ALL_LAYOUTS; dtype++)
             for (int own = 0; own < (dtype == FST_F32 ? 1 : 2); own++)

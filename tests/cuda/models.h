@@ -167,3 +167,39 @@ static inline model *new_model(fst_rule rule)
     }
     return m;
 }
+
+static inline void describe(const char *level, const kind *k, const options *o, const model *m)
+{
+    fprintf(stderr,
+            "    %s, %s: %s, gradient %s, state %s, master %d, placement %d, %" PRId64
+            " elements; scale %g, found %g, measured %d, max_norm %g, write_grad %d\n",
+            level, fst_rules[m->groups[0].rule].name, dtype_names[k->dtype],
+            dtype_names[k->grad_dtype], dtype_names[k->state_dtype], k->master, k->how,
+            m->params[0].count, o->scale, o->found_inf, o->measure_found_inf, o->max_norm,
+            o->write_grad);
+}
+
+/* Checks that the kernels have the bits of the CPU at every level, in two steps, so that what the
+ * first leaves behind is used. */
+static inline void compare(const model *start, const options *o, const kind *k)
+{
+    const fst_cpu_kernels *levels[MAX_LEVELS];
+    const size_t level_count = supported_levels(levels);
+    model *got = model_clone(start);
+    const unsigned grid = 1 + (unsigned)random_below(4);
+    simt_shuffle_by(random_below(3));
+    outcome seen = {0};
+    for (int step = 0; step < 2; step++)
+        seen = device_step(got, o, grid);
+    for (size_t i = 0; i < level_count; i++) {
+        model *want = model_clone(start);
+        outcome expected = {0};
+        fst_passes_use(levels[i]);
+        for (int step = 0; step < 2; step++)
+            expected = cpu_step(want, o);
+        if (!CHECK(same_step(got, &seen, want, &expected)))
+            describe(levels[i]->name, k, o, start);
+        model_free(want);
+    }
+    model_free(got);
+}

@@ -100,7 +100,10 @@ def step_memory(step: Step, device: torch.device) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     start = status("VmRSS")
     step()
-    return start, status("VmHWM")
+    peak = status("VmHWM")
+    if not (start and peak):
+        raise OSError("/proc/self/status does not tell VmRSS and VmHWM")
+    return start, peak
 
 
 def status(name: str) -> int:

@@ -1,4 +1,4 @@
-/* code_blocks.h - the blocks of a chunk whose states are in codes, one by one: those that
+/* code_walk.h - the blocks of a chunk whose states are in codes, one by one: those that
  * code_tiles.h leaves. A warp takes a block, and each thread two elements of it. */
 #pragma once
 
