@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -150,23 +150,12 @@ def fsdp(rank: int, world: int, original: bool) -> dict[str, Any]:
     return found
 
 
-def fsdp2(rank: int, world: int) -> dict[str, tuple[str, str]]:
-    """DTensors: the release refuses them by name, and the step takes them."""
-    model = fully_shard(_net())
-    optimizer = faststep.optim.AdamW(model.named_parameters(), lr=0.1)
-    found = {"release": _outcome(lambda: faststep.release_gradients(model, optimizer))}
-    model(_input(rank, 0)).square().mean().backward()
-    found["step"] = _outcome(optimizer.step)
-    return found
-
-
 WAYS = ("plain", "clip", "scaler", "accumulate")
 JOBS = (
     Job("zero refuses", 2, zero_refuses),
     *(Job(f"zero trains {how}", 2, zero_trains, (how,)) for how in WAYS),
     Job("fsdp, original", 2, fsdp, (True,)),
     Job("fsdp, flat", 2, fsdp, (False,)),
-    Job("fsdp2", 2, fsdp2),
 )
 
 
@@ -212,15 +201,6 @@ def test_fully_sharded(kind: str, ranks: Callable[[str], list[Any]]) -> None:
         assert "parameter 0 in group 0" in text
         for mine, other in zip(*found["trained"], strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-
-
-def test_dtensors_are_refused_by_name(ranks: Callable[[str], list[Any]]) -> None:
-    for found in ranks("fsdp2"):
-        error, text = found["release"]
-        assert error == "TypeError"
-        assert "'0.weight'" in text
-        assert "DTensor" in text
-        assert found["step"] == ("", "")
 
 
 def test_a_groups_own_limit_is_refused() -> None:

@@ -80,6 +80,11 @@ def groups_of_fsdp(modules: list[Any]) -> list[Any]:
     return []
 
 
+def shards_of_fsdp(model: nn.Module) -> set[int]:
+    """The ids of the parameters that fully_shard has made of the model's: parts on each rank."""
+    return {id(param.sharded_param) for param in _sharded_params_of(fsdp_modules_of(model))}
+
+
 def reduce_local_grads(modules: list[Any]) -> None:
     """Reduce what backward passes without synchronization have left on the ranks; a collective.
 

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
-from .._torch.fsdp import is_fsdp_shard
+from .._torch.fsdp import is_fsdp_shard, shards_of_fsdp
 from ..grads.buckets import Reduced
 from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
@@ -50,6 +50,10 @@ def release_gradients(
     DistributedDataParallel cannot let go of a communication hook: after `remove()` the one set here
     reduces as if there were none.
 
+    With a model of `fully_shard` (FSDP2) each rank updates its part of a parameter when FSDP2 has
+    reduced the gradient, in host memory with `CPUOffloadPolicy`. Micro-steps are added up inside of
+    FSDP2 by `set_requires_gradient_sync(False)`.
+
     Args:
         model: the module that the optimizer trains.
         optimizer: an optimizer of faststep.optim; one that accelerate has wrapped is unwrapped.
@@ -63,9 +67,10 @@ def release_gradients(
             DistributedDataParallel model with a communication hook of its own, with
             `find_unused_parameters` or with `static_graph`;
             parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
-            as `fully_shard` has them (DTensor).
+            such as DTensors that `fully_shard` has not made of the parameters of `model`.
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA; or accelerate's own accumulation is on.
+            parameter is on CUDA; or it is set and `model` is one of `fully_shard`; or accelerate's
+            own accumulation is on.
         RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
             already; another released optimizer has one of the parameters; a hook runs before the
             step, or a script has replaced the step. During training: the last two; a second
@@ -81,13 +86,19 @@ def release_gradients(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if clip not in (None, "per_parameter", "lagged"):
         raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
-    _refuse_wrappers(optimizer)
+    inner = uncompiled(model)
+    shards = shards_of_fsdp(inner)
+    _refuse_wrappers(optimizer, shards)
+    if clip is not None and shards:
+        raise ValueError(
+            f"clip={clip!r} needs norms of whole gradients, and fully_shard leaves a part on each "
+            "rank: train without clip"
+        )
     if clip == "lagged" and any(param.is_cuda for param in params_of(optimizer)):
         raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
     _check_unowned(optimizer)
     refuse_code_before_step(optimizer, None)
     check_clipping(optimizer, clip)
-    inner = uncompiled(model)
     reduced = _reduced_by(inner) if isinstance(inner, DistributedDataParallel) else None
     release = Release(optimizer, clip, reduced, inner)
     releasing.set(optimizer, release)
@@ -138,10 +149,15 @@ def _reduced_by(model: DistributedDataParallel) -> Reduced:
     return reduced
 
 
-def _refuse_wrappers(optimizer: FusedOptimizer) -> None:
-    """Raise for parameters whose gradients are not in the memory that a hook would update."""
+def _refuse_wrappers(optimizer: FusedOptimizer, shards: set[int]) -> None:
+    """Raise for parameters whose gradients are not in the memory that a hook would update.
+
+    Hooks of `shards`, the ids of FSDP2's parameters, are called with the reduced gradient.
+    """
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
+            if id(param) in shards:
+                continue
             if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 what = f"is a {type(param).__name__}, a tensor subclass with operators of its own"
             elif is_fsdp_shard(param):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from .._torch.ddp import after_backward, current_backward
+from .._torch.dtensor import is_dtensor
 from .._torch.library import address_of
 from .._torch.modes import is_watched
 from ..amp.protocol import AskedToUnscale
@@ -122,8 +123,8 @@ class Release:
         """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
         self._clipping.prepare(hook)
-        hook.plain = self._reduced is None and _MODE_DEPTH != 0
-        if param.is_cuda and self._clipping.way is None:
+        hook.plain = self._reduced is None and _MODE_DEPTH != 0 and not is_dtensor(param)
+        if hook.plain and self._may_wait(param):
             hook.together = (self._waiting.append, self._waiting_bytes, _TOGETHER)
             hook.bytes = param.numel() * param.element_size()
         place = _Place(hook)
@@ -175,12 +176,16 @@ class Release:
             )
         check_clipping(optimizer, self._clipping.way)
         reduced = self._reduced is not None and param in self._reduced
-        if param.is_cuda and self._clipping.way is None and not reduced and current_backward() >= 0:
+        if not reduced and self._may_wait(param) and current_backward() >= 0:
             self._wait(optimizer, place, param, param.grad)
             return
         self._update_alone(optimizer, place, param, param.grad)
         if not reduced:
             param.grad = None
+
+    def _may_wait(self, param: Tensor) -> bool:
+        """Gradients of FSDP2 may not: they are made on a stream that is FSDP2's."""
+        return param.is_cuda and self._clipping.way is None and not is_dtensor(param)
 
     def _wait(self, optimizer: FusedOptimizer, place: _Place, param: Tensor, grad: Tensor) -> None:
         """On a device the launches of a small step take longer than its update."""
