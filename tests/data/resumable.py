@@ -269,6 +269,7 @@ KNOWN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "own generator": lambda d: {"sampler": RandomSampler(d, generator=seeded())},
     "few": lambda d: {"sampler": RandomSampler(d, num_samples=16, generator=seeded())},
     "replacement": lambda d: {"sampler": RandomSampler(d, True, 31)},
+    "passes": lambda d: {"sampler": RandomSampler(d, False, 50)},
     "distributed": lambda d: {"sampler": DistributedSampler(d, 3, 1, seed=3)},
     "short": lambda d: {"sampler": DistributedSampler(range(21), 2, 1, drop_last=True)},  # type: ignore[arg-type]
     "keyed": lambda d: {"sampler": KeyedSampler(d, seed=4)},

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from faststep.data import DataLoader, convert
+from faststep.data.order.orders import Order, SequentialOrder
 from faststep.data.order.random_order import RandomOrder
 
 from .test_lifetime import BATCH, ROWS, _no_thread_stays, dataset, wide  # noqa: F401
@@ -154,20 +155,22 @@ class Counter:
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-@pytest.mark.parametrize("name", ["_indices", "_draw_part"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(RandomOrder, "_indices"), (SequentialOrder, "_compute")]
+)
 def test_an_interrupt_among_indices_loses_none(
-    name: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[Order], name: str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before and after a function that computes a part of the order."""
     count = 40_000
 
     def loader() -> DataLoader[Any]:
         torch.manual_seed(3)
-        sampler = RandomSampler(range(count), replacement=True)
-        return DataLoader(TensorDataset(torch.arange(count)), sampler=sampler, batch_size=50)
+        data = TensorDataset(torch.arange(count))
+        return DataLoader(data, batch_size=50, shuffle=kind is RandomOrder)
 
     expected = torch.cat([batch for (batch,) in loader()]).tolist()
-    function = getattr(RandomOrder, name)
+    function = getattr(kind, name)
     calls = alarms = 0
 
     def interrupted(self: Any, *args: Any) -> Any:
@@ -182,7 +185,7 @@ def test_an_interrupt_among_indices_loses_none(
 
     iterator = iter(loader())
     seen = [next(iterator)[0] for _ in range(ahead)]
-    monkeypatch.setattr(RandomOrder, name, interrupted)
+    monkeypatch.setattr(kind, name, interrupted)
     while True:
         try:
             seen.append(next(iterator)[0])

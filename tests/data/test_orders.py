@@ -21,16 +21,15 @@ from torch.utils.data import (
 )
 
 from faststep.data import DataLoader, KeyedSampler
-from faststep.data.order.random_order import PART, PARTS_NOTED
 from programs import Programs
 
 from .resumable import goes_on
 from .shapes import Mapped
-from .torch_and_ours import assert_same, plain, without_sanitizer
+from .torch_and_ours import assert_same, without_sanitizer
 
 N = 1000
 DATA = TensorDataset(torch.arange(N))
-COUNT = 2 * PART + 77
+COUNT = 33_000
 
 
 def numbers(iterator: Any, batches: int) -> list[list[int]]:
@@ -118,54 +117,6 @@ def test_draws_are_torchs_after_each_batch(replacement: bool, data: Any, workers
 
     path = "arrays" if isinstance(data, TensorDataset) else "torch"
     assert_same(make, path=path, workers=workers)
-
-
-def loader(kind: Any = DataLoader, replacement: bool = True, batch: int = 100) -> Any:
-    return kind(DATA, batch, sampler=RandomSampler(DATA, replacement, COUNT))
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-@pytest.mark.parametrize("batches", [0, 1, PART // 100, PART // 100 + 1, 300, COUNT // 100])
-def test_going_on_in_any_part(batches: int, replacement: bool) -> None:
-    state, rest = goes_on(lambda: loader(replacement=replacement), batches)
-    random = torch.get_rng_state()
-    for again in (state, without_parts(state)):
-        second, third = (loader(replacement=replacement) for _ in range(2))
-        second.load_state_dict(again)
-        torch.set_rng_state(random)
-        iterator = iter(second)
-        once_more = second.state_dict()
-        assert once_more["_sampler_iter_state"]["samples_yielded"] == batches * 100
-        assert [plain(batch) for batch in iterator] == rest
-        third.load_state_dict(once_more)
-        torch.set_rng_state(random)
-        assert [plain(batch) for batch in third] == rest
-
-
-def without_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """A state as it was before orders were drawn in parts: a seed and a place."""
-    of_sampler = dict(state["_sampler_iter_state"])
-    for key in ("drawn", "then"):
-        of_sampler.pop(key, None)
-    return {**state, "_sampler_iter_state": of_sampler}
-
-
-def test_a_place_long_before_the_newest_part() -> None:
-    """More may be asked for ahead than there are notes of: the place is counted from the seed."""
-    torch.manual_seed(2)
-    of_all = [b.tolist() for (b,) in loader(torch.utils.data.DataLoader, batch=1)]
-    torch.manual_seed(2)
-    ours = loader(batch=1)
-    iterator = iter(ours)
-    first = numbers(iterator, 3)
-    order = ours._faststep.progress.source
-    for _ in range(PARTS_NOTED + 2):
-        order._noted.append((COUNT - 1, order._generator.get_state()))
-    state = ours.state_dict()
-    assert "drawn" not in state["_sampler_iter_state"]
-    other = loader(batch=1)
-    other.load_state_dict(state)
-    assert [*first, *(b.tolist() for (b,) in other)] == of_all
 
 
 class Counted(Sequence[int]):

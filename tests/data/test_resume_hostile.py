@@ -11,7 +11,7 @@ from typing import Any
 import numpy.random
 import pytest
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler, transforms
@@ -175,27 +175,6 @@ def test_a_position_that_cannot_be(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LOADERS[kind]().load_state_dict(with_value(state_of(kind, False), path, value))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("drawn", KeyError), ("then", KeyError), ("then", torch.zeros(16, dtype=torch.uint8))],
-)
-def test_a_part_of_an_order(key: str, value: Any) -> None:
-    def new() -> DataLoader[Any]:
-        return DataLoader(range(30), 100, sampler=RandomSampler(range(30), True, 30_000))
-
-    loader = new()
-    iterator = iter(loader)
-    for _ in range(200):
-        next(iterator)
-    state = loader.state_dict()
-    assert {"drawn", "then"} <= state["_sampler_iter_state"].keys()
-    again = new()
-    with pytest.raises(ValueError, match=f"not a state of this DataLoader: .*{key}"):
-        again.load_state_dict(with_value(state, ("_sampler_iter_state", key), value))
-    again.load_state_dict(state)
-    assert values(again) == values(iterator)
 
 
 @pytest.mark.parametrize(

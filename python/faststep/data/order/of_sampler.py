@@ -28,6 +28,8 @@ from .orders import Order, Run, SequentialOrder
 from .random_order import RandomOrder, between_epochs, not_drawn
 from .ranked import DistributedOrder, KeyedOrder
 
+MOST_AT_ONCE = 1 << 24  # indices that are drawn ahead where torch draws as it goes: 128 MiB
+
 
 class OnceDrawnOrder(Order):
     """Samplers that draw all random numbers of an epoch when they are asked for the first index.
@@ -158,10 +160,11 @@ def order_of(batch_sampler: object, state: State | None = None) -> Order | None:
         RandomSampler: RandomOrder,
     }.get(type(sampler))
     if kind is RandomOrder:
-        # with a generator of the user's, torch draws more whenever it needs more
+        # torch draws more whenever it needs more: of a generator of the user's that shows
         lazy = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        asked = lazy and (sampler.generator is not None or sampler.num_samples > MOST_AT_ONCE)
         is_global = sampler.generator is torch.default_generator
-        if (sampler.generator is not None and lazy) or is_global or not _draws_as_torch():
+        if asked or is_global or not _draws_as_torch():
             return None
     if kind is None:
         return None

@@ -124,8 +124,6 @@ SAMPLER: dict[str, Field] = {
     "drop_last": (_is_flag, "a bool"),
     "generator": (_is_words, "a generator's state"),
     "global": (_is_words, "a generator's state"),
-    "drawn": (_is_count, COUNT),
-    "then": (_is_own_words, "a state of the CPU's generator"),
     "draws": (_is_draws, "random states"),
     "states": (_or_none(_is_states), "the states of a sampler"),
 }
