@@ -16,7 +16,7 @@ import faststep.data
 from faststep import _C
 from faststep.data import DataLoader, FormatError
 from faststep.data.formats import ImageFolder, decode_image, jpeg
-from faststep.data.formats.jpeg import jpeg_decoder, scaled
+from faststep.data.formats.jpeg import decode_jpeg, jpeg_size, scaled
 from faststep.data.workers import packed_batch
 
 Image = pytest.importorskip("PIL.Image")
@@ -207,14 +207,13 @@ def test_batches_are_those_of_torch(of_one_size: Path, transform: Any, memory_fo
 
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where the decoder writes."""
-    decoder = jpeg_decoder("simplejpeg")
-    decode, places = type(decoder).decode, []
+    places = []
 
-    def noting(self: Any, data: bytes, pixels: Any) -> bool:
+    def noting(data: bytes, pixels: Any) -> bool:
         places.append(pixels.ctypes.data)
-        return decode(self, data, pixels)
+        return decode_jpeg(data, pixels)
 
-    monkeypatch.setattr(type(decoder), "decode", noting)
+    monkeypatch.setattr("faststep.data.formats.images.decode_jpeg", noting)
     return places
 
 
@@ -349,21 +348,14 @@ def test_a_damaged_image_in_a_batch(of_one_size: Path, tmp_path: Path) -> None:
         assert torch.equal(next(iterator)[0][0], dataset[4][0])
 
 
-def decoders() -> list[str]:
-    return ["simplejpeg", *(["turbojpeg"] if jpeg._has_turbojpeg() else [])]
-
-
 def encoded(image: Any, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, "JPEG", **options)
     return file.getvalue()
 
 
-@pytest.mark.parametrize("decoder", decoders())
-def test_decoders_write_the_pixels_of_pillow(decoder: str) -> None:
+def test_simplejpeg_writes_the_pixels_of_pillow() -> None:
     noise = np.random.default_rng(1).integers(0, 255, (19, 23, 3), dtype=np.uint8)
-    found = jpeg_decoder(decoder)
-    assert found is not None
     for mode in ("RGB", "L"):
         for sampling in (0, 1, 2):
             image = Image.fromarray(noise).resize((201, 133)).convert(mode)
@@ -372,8 +364,8 @@ def test_decoders_write_the_pixels_of_pillow(decoder: str) -> None:
             want = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
             around = np.full(want.size + 64, 7, np.uint8)
             pixels = around[32:-32].reshape(want.shape)
-            assert found.size(data) == want.shape[:2]
-            assert found.decode(data, pixels)
+            assert jpeg_size(data) == want.shape[:2]
+            assert decode_jpeg(data, pixels)
             assert (pixels == want).all()
             assert (around[:32] == 7).all()
             assert (around[-32:] == 7).all()
@@ -382,20 +374,19 @@ def test_decoders_write_the_pixels_of_pillow(decoder: str) -> None:
                 draft.draft(None, (least, least))
                 assert scaled(*want.shape[:2], least) == draft.size[::-1]
                 pixels = np.empty((*draft.size[::-1], 3), np.uint8)
-                assert found.decode(data, pixels)
+                assert decode_jpeg(data, pixels)
                 assert (pixels == np.array(draft.convert("RGB"))).all()
-            assert not found.decode(data[: len(data) // 2], np.empty_like(want))
-            assert found.size(data[:9]) is None
-    assert found.size(encoded(image.convert("CMYK"))) is None
+            assert not decode_jpeg(data[: len(data) // 2], np.empty_like(want))
+            assert jpeg_size(data[:9]) is None
+    assert jpeg_size(encoded(image.convert("CMYK"))) is None
 
 
-@pytest.mark.parametrize("decoder", decoders())
-def test_what_pillow_repairs_is_read(tmp_path: Path, decoder: str) -> None:
+def test_what_pillow_repairs_is_read(tmp_path: Path) -> None:
     """Bytes between the pixels and the mark of the end, as some images of ImageNet have."""
     data = encoded(Image.fromarray(np.full((16, 16, 3), 90, np.uint8)))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.jpg").write_bytes(data[:-2] + b"\x7f\x7f\x7f" + data[-2:])
-    dataset = ImageFolder(tmp_path, decoder=decoder, memory_format=torch.channels_last)
+    dataset = ImageFolder(tmp_path, memory_format=torch.channels_last)
     want = torch.full((3, 16, 16), 90, dtype=torch.uint8)
     assert torch.equal(dataset[0][0], want)
     assert torch.equal(next(iter(DataLoader(dataset, 1)))[0][0], want)
@@ -405,16 +396,7 @@ def test_auto_is_what_is_installed(of_one_size: Path, monkeypatch: pytest.Monkey
     name = jpeg.decoder_name.__wrapped__
     assert name("auto") == "simplejpeg"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert name("auto") == ("turbojpeg" if jpeg._has_turbojpeg() else "pillow")
-    monkeypatch.setattr(jpeg, "_has_turbojpeg", lambda: False)
     assert name("auto") == "pillow"
-
-    def missing(file: str) -> None:
-        raise OSError(f"{file} is not there")
-
-    monkeypatch.setattr("ctypes.CDLL", missing)
-    with pytest.raises(ImportError, match="needs the system's libturbojpeg"):
-        jpeg._turbojpeg.__wrapped__()
     wrong: Any = {"memory_format": torch.preserve_format}, {"min_size": 0}, {"image_size": -1}
     for options in wrong:
         with pytest.raises(ValueError, match="must be"):

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ..deliver.batch_buffers import BufferRows, Samples, copy_image, new_rows
 from ..types import Transform
 from .common import PathLike, library, naming, open_regular, position, walked
-from .jpeg import decoder_name, jpeg_decoder, scaled
+from .jpeg import decode_jpeg, decoder_name, jpeg_size, scaled
 
 # torchvision's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -35,9 +35,8 @@ def decode_image(
 
     Args:
         data: the file's content.
-        decoder: for JPEG in RGB, YCbCr or gray "simplejpeg" or "turbojpeg" (the system's
-            libturbojpeg), with Pillow for all others; "pillow"; or "auto", the default: the first
-            of these that is installed. The pixels are the same.
+        decoder: for JPEG in RGB, YCbCr or gray "simplejpeg", with Pillow for all others; "pillow";
+            or "auto", the default: the first of these that is installed. The pixels are the same.
         min_size: read JPEG at 1/2, 1/4 or 1/8 of its size as long as no side becomes smaller than
             this: faster, but other pixels than reading all and then resizing. Default None: off.
         memory_format: torch.channels_last leaves the pixels as they are decoded, the channels of
@@ -95,15 +94,14 @@ def _pixels(
     room: Room | None = None,
 ) -> torch.Tensor:
     """The pixels, (height, width, 3), where `room` has memory for them, or elsewhere."""
-    jpeg = jpeg_decoder(decoder) if data.startswith(JPEG) else None
-    size = None if jpeg is None else jpeg.size(data)
-    if jpeg is not None and size is not None:
+    size = jpeg_size(data) if decoder == "simplejpeg" and data.startswith(JPEG) else None
+    if size is not None:
         _check_pixels(size[0], size[1], max_pixels)
         size = scaled(*size, min_size)
         pixels = None if room is None else room(*size)
         if pixels is None:
             pixels = torch.empty((*size, 3), dtype=torch.uint8, device="cpu")
-        if jpeg.decode(data, pixels.numpy()):
+        if decode_jpeg(data, pixels.numpy()):
             return pixels
     return _by_pillow(data, min_size, max_pixels)
 
