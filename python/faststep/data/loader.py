@@ -123,7 +123,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def explain(self) -> str:
         """Which path the batches take, and why not a faster one, in a sentence or two."""
-        plan = _plan_of(self, for_threads=False)
+        plan = _plan_of(self)
         more = states.explain(self) + self._faststep.explain_device()
         if isinstance(plan, str):
             if self.num_workers:
@@ -256,12 +256,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return {**vars(self), "_faststep": copy.copy(self._faststep), "_iterator": None}
 
 
-def _plan_of(loader: DataLoader[Any], for_threads: bool) -> Plan | str:
-    """The plan by which threads gather the batches, or why there is none.
-
-    Args:
-        for_threads: as of Plan.
-    """
+def _plan_of(loader: DataLoader[Any]) -> Plan | str:
+    """The plan by which threads gather the batches, or why there is none."""
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable"
     if loader.batch_sampler is None:
@@ -269,7 +265,7 @@ def _plan_of(loader: DataLoader[Any], for_threads: bool) -> Plan | str:
     if loader.num_workers and loader.worker_init_fn is not None:
         return "worker_init_fn has to run in worker processes"
     try:
-        plan = Plan(loader.dataset, for_threads)
+        plan = Plan(loader.dataset)
     except NotArrays as reason:
         return str(reason)
     if not collates_as_default(loader.collate_fn, plan.structure.container_types()):
@@ -290,13 +286,13 @@ def _workers_of(loader: DataLoader[Any]) -> Workers:
 
 
 def _path_of(loader: DataLoader[Any]) -> str:
-    if not isinstance(_plan_of(loader, for_threads=False), str):
+    if not isinstance(_plan_of(loader), str):
         return "arrays"
     return _workers_of(loader).path if loader.num_workers else "torch"
 
 
 def _host_iterator(loader: DataLoader[Any]) -> EpochIterator:
-    own, plan = loader._faststep, _plan_of(loader, for_threads=True)
+    own, plan = loader._faststep, _plan_of(loader)
     state = own.resume
     own.epoch = 0
     iterator = _iterator_from(loader, plan, state)

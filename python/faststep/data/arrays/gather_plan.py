@@ -20,7 +20,6 @@ from .structure import LEAF, Structure
 
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
 READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
-PIECE = 1 << 14  # indices that are looked at together
 MOST_THREADS = 4  # without num_workers: more do not help memory that two or three saturate
 
 
@@ -36,8 +35,6 @@ class Plan:
 
     Args:
         dataset: of a loader.
-        for_threads: whether threads will gather by this plan, which then has a copy of the indices
-            of Subsets. Without, it only says what there is, and is not started.
 
     Raises:
         NotArrays: it has samples that are not rows of arrays; says which and why.
@@ -45,8 +42,7 @@ class Plan:
 
     gather: _C.Gather  # its threads, once it is started
 
-    def __init__(self, dataset: Dataset[object], for_threads: bool = True) -> None:
-        self._for_threads = for_threads
+    def __init__(self, dataset: Dataset[object]) -> None:
         self.structure = LEAF
         self.names: list[str] = []
         self.forms: tuple[Column, ...] = ()
@@ -174,9 +170,6 @@ class Plan:
         if type(indices) is range:
             step = (0, indices.start, indices.step)
             return self._add_node(len(indices), CHOSEN, child, len(indices), *step)
-        if not self._for_threads:
-            _check_int64(indices, f"{name}.indices")
-            return self._add_node(len(indices), CHOSEN, child)
         chosen = _as_int64(indices, f"{name}.indices")
         self._owners.append(chosen)
         node = (CHOSEN, child, len(chosen), chosen.data_ptr(), 0, 0)
@@ -197,19 +190,7 @@ def _as_int64(indices: Any, name: str) -> torch.Tensor:
         return torch.clone(indices, memory_format=torch.contiguous_format)
     elif _is_integer_array(indices):
         return torch.from_numpy(indices.astype("int64"))
-    raise _not_integers(name)
-
-
-def _check_int64(indices: Any, name: str) -> None:
-    """As `_as_int64`, without a copy of all."""
-    if type(indices) in (list, tuple):
-        piece = torch.empty(min(len(indices), PIECE), dtype=torch.int64, device="cpu")
-        for start in range(0, len(indices), PIECE):
-            part = indices[start : start + PIECE]
-            if not _C.copy_indices(part, piece[: len(part)]):
-                raise _not_integers(name)
-    elif not _is_int64_tensor(indices) and not _is_integer_array(indices):
-        raise _not_integers(name)
+    raise NotArrays(f"{name} are not a list, range, tensor or array of plain integers")
 
 
 def _is_int64_tensor(indices: Any) -> bool:
@@ -221,7 +202,3 @@ def _is_integer_array(indices: Any) -> bool:
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and type(indices) is numpy.ndarray
     return is_array and indices.ndim == 1 and indices.dtype.kind == "i"
-
-
-def _not_integers(name: str) -> NotArrays:
-    return NotArrays(f"{name} are not a list, range, tensor or array of plain integers")
