@@ -313,12 +313,6 @@ def hyper(
     ValueError where `group[key]` has not two entries.
     """
 
-def is_built_in(obj: object, /) -> bool:
-    """True if there is nothing but str, bytes, numbers and None in lists, tuples and dicts.
-
-    Of these types themselves, not of classes derived from them, and within 4 others at most.
-    """
-
 def is_recorded() -> bool:
     """True if a profiler or another callback observes torch's operators, or if not known."""
 

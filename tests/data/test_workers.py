@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import faststep.data
-from faststep import _C
 from faststep.data import ArrayDataset, DataLoader, converted
 
 from .shapes import Mapped
@@ -368,25 +367,3 @@ def test_what_is_converted_is_the_same_in_a_worker() -> None:
     processes = DataLoader(dataset, 4, num_workers=1, collate_fn=torch.stack)
     assert (gathered.path, processes.path) == ("arrays", "workers")
     assert plain(next(iter(processes))) == plain(next(iter(gathered)))
-
-
-class Text(str):
-    __slots__ = ()
-
-
-ITSELF: list[Any] = []
-ITSELF.append(ITSELF)
-BUILT_IN = [None, 1, True, 1.5, "a", b"b", [], ["a", (1, [None])], {"a": [1], 2: {b"c": ()}}]
-MORE = [Text("a"), Pair(1, 2), numpy.float64(1), 1j, {1}, torch.ones(1), UserDict(), ITSELF, object]
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [1, x], lambda x: [{"a": (x,)}]])
-def test_values_that_need_no_packing_are_told_from_others(wrap: Callable[[Any], Any]) -> None:
-    assert all(_C.is_built_in(wrap(value)) for value in BUILT_IN[:7])
-    assert not any(_C.is_built_in(wrap(value)) for value in MORE)
-    assert all(_C.is_built_in(value) for value in BUILT_IN)
-    assert not _C.is_built_in({Text("key"): 1})
-    deep: Any = 1
-    for _ in range(99):
-        deep = [deep]
-    assert not _C.is_built_in(deep)

@@ -8,7 +8,7 @@ import torch
 
 from faststep import _C
 
-from .arguments import FLOATS, Raw, junk, maybe_bad, odd_int
+from .arguments import FLOATS, Raw, maybe_bad, odd_int
 from .functions import Target, sequence
 from .odd_tensors import any_tensor
 from .world import FaultError, World
@@ -99,27 +99,9 @@ def split_channels(world: World) -> None:
     world.call("split_channels", _C.split_channels, args, check=check if good else None)
 
 
-def is_built_in(world: World) -> None:
-    rng = world.rng
-    value: Any = rng.choice(("a", b"b", 2, 2.5, True, None))
-    is_wanted: bool | None = True
-    if world.chance(0.3):
-        value, is_wanted = junk(world), None
-    depth = rng.choice((0, 1, 3, 4, 5, 8))
-    for _ in range(depth):
-        value = rng.choice(([value], (value, 1), {"k": value}))
-
-    def check(found: Any) -> None:
-        if is_wanted and found is not (depth <= 4):
-            raise FaultError(f"is_built_in at depth {depth} gave {found}")
-
-    world.call("is_built_in", _C.is_built_in, (value,), check=check)
-
-
 DATA_FUNCTIONS: dict[str, Target] = {
     "copy_indices": copy_indices,
     "crc32c": crc32c,
-    "is_built_in": is_built_in,
     "permute": permute,
     "scan_tfrecords": scan_tfrecords,
     "split_channels": split_channels,

@@ -736,11 +736,6 @@ def crc32c() -> Iterator[Case]:
         yield failing(_C.crc32c, bad), [bad]
 
 
-def is_built_in() -> Iterator[Case]:
-    for batch in (["a", 1.5, {b"k": (None, True)}], [["a", object()]], torch.zeros(1)):
-        yield functools.partial(_C.is_built_in, batch), [batch]
-
-
 def scan_tfrecords() -> Iterator[Case]:
     data, places = torch.zeros(100, dtype=torch.uint8), torch.empty(6, dtype=torch.int64)
     address = data.data_ptr()
@@ -777,7 +772,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "hold": hold,
     "holds": lambda: iter([(_C.holds, [])]),
     "hyper": hyper,
-    "is_built_in": is_built_in,
     "is_recorded": lambda: iter([(_C.is_recorded, [])]),
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
     "keep_locked_memory": lambda: iter([(functools.partial(_C.keep_locked_memory, False), [])]),

@@ -46,8 +46,6 @@ class Start:
 class Packer:
     """Collates as `collate_fn` does, and returns the batch as a packed batch for the main process.
 
-    A batch that has nothing but numbers and texts stays as it is.
-
     Tensors that torch's default_collate stacks are stacked in the arena, also if the script's
     collate_fn calls it. Other tensors are copied there. A dataset that makes several samples at
     once may write them into the arena, if `collate_fn` is default_collate. Such samples share
@@ -93,8 +91,6 @@ class Packer:
             batch = [collated_stacking_by(self._stack, self._collate_fn, samples)]
         finally:
             blocks = self._forget()
-        if _C.is_built_in(batch[0]):  # then torch's queue is as quick
-            return batch.pop()
         return pack(self._arena.key, self._arena.memory, batch, blocks, leaving)
 
     def _forget(self) -> dict[int, int]:
