@@ -71,7 +71,7 @@ def switches(
         if shares.get(phase, 0.0) > LEAST:
             chosen.append(Switch(name, turn))
     if found["zeroes"]:
-        chosen.append(Switch(TO_NONE, _set_to_none()))
+        chosen.append(Switch(TO_NONE, zero_to_none))
     if found["collecting"] > LEAST_SHARE:
         chosen.append(Switch(FROZEN, lambda is_on: gc.freeze() if is_on else gc.unfreeze()))
     if found["cuda"]:
@@ -116,18 +116,6 @@ def _keep_memory(is_on: bool) -> None:
         memory.retain()
     else:
         memory.undo()
-
-
-def _set_to_none() -> Turn:
-    undo: list[Callable[[], None]] = []
-
-    def turn(is_on: bool) -> None:
-        if is_on:
-            undo.append(zero_to_none())
-        else:
-            undo.pop()()
-
-    return turn
 
 
 def _exchange(optimizers: Sequence[Optimizer]) -> Turn:

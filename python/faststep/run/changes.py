@@ -60,26 +60,17 @@ class Changes(TypedDict, total=False):
 
 def make_changes(changes: Changes) -> None:
     """Change what a script that this process runs from now on does, but for its `parts`."""
-    if threads := changes.get("threads"):
-        torch.set_num_threads(threads)
-        torch.set_num_threads = lambda count: None  # type: ignore[assignment]
-    if changes.get("flush"):
-        torch.set_flush_denormal(True)
-    if changes.get("autocast") == "off":
-        _wrap(torch.autocast, lambda args, kwargs: (args, {**kwargs, "enabled": False}))
-    elif changes.get("autocast"):
-        forward.autocast(torch.bfloat16)
-    for name, (change, _) in _SWITCHES.items():
-        if changes.get(name):
-            change()
-    if stage := changes.get("shard"):
-        forward.shard_models(stage)
-    if steps := changes.get("accumulate"):
-        forward.accumulate(steps)
-    if ddp := changes.get("ddp"):
-        _wrap(DistributedDataParallel, lambda args, kwargs: (args, {**kwargs, **ddp}))
+    for name, (change, _) in _CHANGES.items():
+        if value := changes.get(name):
+            change(value)
     if changes.keys() & {"loader", "batch", "keep_samples"}:
         _wrap(DataLoader, functools.partial(_of_loader, changes))
+
+
+def summary(changes: Changes) -> str:
+    """The work of `make_changes`, for a line of a report."""
+    said = [say(value) for name, (_, say) in _CHANGES.items() if (value := changes.get(name))]
+    return "; ".join(said)
 
 
 def preloading(library: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -88,18 +79,12 @@ def preloading(library: str, variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, "LD_PRELOAD": f"{library} {before}".strip()}
 
 
-def zero_to_none() -> Callable[[], None]:
-    """Let `zero_grad` set gradients to None, whatever it is asked; returns what undoes it."""
-    kinds: list[Any] = [torch.optim.Optimizer, torch.nn.Module]
-    before = [kind.zero_grad for kind in kinds]
-
-    def undo() -> None:
-        for kind, own in zip(kinds, before, strict=True):
-            kind.zero_grad = own
-
-    for kind, own in zip(kinds, before, strict=True):
-        kind.zero_grad = _with_none(own)
-    return undo
+def zero_to_none(is_on: bool) -> None:
+    """Let `zero_grad` set gradients to None, whatever it is asked; or no longer."""
+    kinds: tuple[Any, ...] = (torch.optim.Optimizer, torch.nn.Module)
+    for kind in kinds:
+        zero = kind.zero_grad
+        kind.zero_grad = _with_none(zero) if is_on else zero.__wrapped__
 
 
 def _with_none(zero: Any) -> Any:
@@ -120,19 +105,24 @@ def use_tf32(is_on: bool) -> None:
     torch.set_float32_matmul_precision("high" if is_on else "highest")
 
 
-# What they do, and what a report says of it.
-_SWITCHES: dict[str, tuple[Callable[[], object], str]] = {
-    "channels_last": (forward.use_channels_last, "weights of convolutions lie channels last"),
-    "compile": (forward.compile_models, "models are compiled"),
-    "set_to_none": (zero_to_none, "gradients are set to None"),
-    "freeze": (forward.freeze_objects, "objects are frozen"),
-    "cudnn_benchmark": (functools.partial(tune_convolutions, True), "cudnn.benchmark"),
-    "tf32": (functools.partial(use_tf32, True), "products in TF32"),
-    "checkpoint_blocks": (
-        forward.checkpoint_blocks,
-        "blocks are computed again in backward",
-    ),
-}
+def _set_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    torch.set_num_threads = lambda count: None  # type: ignore[assignment]
+
+
+def _set_autocast(mode: str) -> None:
+    if mode == "off":
+        _wrap(torch.autocast, lambda args, kwargs: (args, {**kwargs, "enabled": False}))
+    else:
+        forward.autocast(torch.bfloat16)
+
+
+def _give_ddp(options: dict[str, Any]) -> None:
+    _wrap(DistributedDataParallel, lambda args, kwargs: (args, {**kwargs, **options}))
+
+
+def _named(options: dict[str, Any]) -> str:
+    return "; ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,30 +135,6 @@ def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if "batch" in changes and size is not None and named.get("batch_sampler") is None:
         named["batch_size"] = max(1, round(size * changes["batch"]))
     return (), {**named, **changes.get("loader", {})}
-
-
-def summary(changes: Changes) -> str:
-    """The work of `make_changes`, for a line of a report."""
-    given = {**changes.get("loader", {}), **changes.get("ddp", {})}
-    said = [f"{name}={value}" for name, value in given.items()]
-    if threads := changes.get("threads"):
-        said.append(f"{threads} threads")
-    if changes.get("flush"):
-        said.append("denormal numbers are zero")
-    said += [text for name, (_, text) in _SWITCHES.items() if changes.get(name)]
-    if changes.get("shard"):
-        said.append("states and gradients are spread over ranks")
-    if mode := changes.get("autocast"):
-        said.append("no autocast" if mode == "off" else f"models run under autocast to {mode}")
-    if steps := changes.get("accumulate"):
-        said.append(f"gradients of {steps} steps are summed up")
-    if factor := changes.get("batch"):
-        said.append(f"batches of {factor:g} times as many samples")
-    if changes.get("keep_samples"):
-        said.append("samples are kept in memory")
-    if library := changes.get("preload"):
-        said.append(f"{library} allocates")
-    return "; ".join(said)
 
 
 def _wrap(kind: Any, changed: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -200,3 +166,34 @@ class _Kept:
         if index not in self._samples:
             self._samples[index] = self._dataset[index]
         return self._samples[index]
+
+
+# What makes a change, and what a report says of it, both from its value.
+_CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], str]]] = {
+    "loader": (bool, _named),
+    "ddp": (_give_ddp, _named),
+    "threads": (_set_threads, "{} threads".format),
+    "flush": (torch.set_flush_denormal, "denormal numbers are zero".format),
+    "channels_last": (
+        lambda _: forward.use_channels_last(),
+        "weights of convolutions lie channels last".format,
+    ),
+    "compile": (lambda _: forward.compile_models(), "models are compiled".format),
+    "set_to_none": (zero_to_none, "gradients are set to None".format),
+    "freeze": (lambda _: forward.freeze_objects(), "objects are frozen".format),
+    "cudnn_benchmark": (tune_convolutions, "cudnn.benchmark".format),
+    "tf32": (use_tf32, "products in TF32".format),
+    "checkpoint_blocks": (
+        lambda _: forward.checkpoint_blocks(),
+        "blocks are computed again in backward".format,
+    ),
+    "shard": (forward.shard_models, "states and gradients are spread over ranks".format),
+    "autocast": (
+        _set_autocast,
+        lambda mode: "no autocast" if mode == "off" else f"models run under autocast to {mode}",
+    ),
+    "accumulate": (forward.accumulate, "gradients of {} steps are summed up".format),
+    "batch": (bool, "batches of {:g} times as many samples".format),
+    "keep_samples": (bool, "samples are kept in memory".format),
+    "preload": (bool, "{} allocates".format),
+}

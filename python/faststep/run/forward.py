@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -41,27 +42,24 @@ def compile_models() -> None:
     """Let models be compiled when they are called first."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compile_once(model: nn.Module) -> None:
         if model not in seen:
             seen.add(model)
             model.compile()
-        return call(model, *args, **kwargs)
 
-    _wrap_models(around)
+    _before_calls(compile_once)
 
 
 def freeze_objects() -> None:
     """Let the garbage collector leave out what is there when a model is called first to train."""
-    frozen: list[bool] = []
 
-    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not frozen and model.training and torch.is_grad_enabled():
-            frozen.append(True)
+    def freeze(model: nn.Module) -> bool:
+        if is_first := _is_trained(model):
             gc.collect()
             gc.freeze()
-        return call(model, *args, **kwargs)
+        return is_first
 
-    _wrap_models(around)
+    _before_calls(freeze)
 
 
 def use_channels_last() -> None:
@@ -81,25 +79,16 @@ def accumulate(steps: int) -> None:
     Begins with the first model that is called to train, with all optimizers, the scaler and the
     schedulers that were made until then.
     """
-    made: dict[type, list[Any]] = {
-        kind: _kept(kind)
-        for kind in (
-            torch.optim.Optimizer,
-            torch.amp.GradScaler,
-            torch.optim.lr_scheduler.LRScheduler,
-        )
-    }
-    begun: list[Any] = []
+    kinds = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+    optimizers, scalers, schedulers = map(_kept, kinds)
 
-    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        optimizers, scalers, schedulers = made.values()
-        if not begun and optimizers and model.training and torch.is_grad_enabled():
+    def install(model: nn.Module) -> bool:
+        if is_first := bool(optimizers) and _is_trained(model):
             window = begin(optimizers, steps, model=model)
-            scaler = scalers[-1] if scalers else None
-            begun.append(window.install(scaler=scaler, scheduler=schedulers))
-        return call(model, *args, **kwargs)
+            window.install(scaler=scalers[-1] if scalers else None, scheduler=schedulers)
+        return is_first
 
-    _wrap_models(around)
+    _before_calls(install)
 
 
 def checkpoint_blocks() -> None:
@@ -109,20 +98,18 @@ def checkpoint_blocks() -> None:
     would be updated twice, are left out.
     """
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    found: list[bool] = []
+    found: list[nn.Module] = []
 
-    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def put(model: nn.Module) -> None:
         if model not in seen:
             seen.update(model.modules())  # in backward those of a block are called by themselves
-            for block in blocks_of(model):
-                if not _has_statistics(block):
-                    Recomputed(block).put()
-                    found.append(True)
+            for block in itertools.filterfalse(_has_statistics, blocks_of(model)):
+                Recomputed(block).put()
+                found.append(block)
             if not found:
                 raise ValueError("the model has no blocks that can be computed again")
-        return call(model, *args, **kwargs)
 
-    _wrap_models(around)
+    _before_calls(put)
 
 
 def _has_statistics(block: nn.Module) -> bool:
@@ -135,19 +122,21 @@ def shard_models(stage: Literal[1, 2]) -> None:
     Raises, when the model is called first: ValueError, there are several optimizers, or a scaler.
     """
     optimizers, scalers = _kept(torch.optim.Optimizer), _kept(torch.amp.GradScaler)
-    begun: list[Any] = []
 
-    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not begun and optimizers and type(model) is DistributedDataParallel:
+    def put(model: nn.Module) -> bool:
+        if is_first := bool(optimizers) and type(model) is DistributedDataParallel:
             if len(optimizers) > 1 or scalers:
                 raise ValueError("only a script with one optimizer, and no scaler, can be sharded")
             [optimizer] = optimizers
             sharded = shard(model, optimizer, stage=stage)
-            begun.append(sharded)
             optimizer.step, optimizer.zero_grad = sharded.step, sharded.zero_grad
-        return call(model, *args, **kwargs)
+        return is_first
 
-    _wrap_models(around)
+    _before_calls(put)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return model.training and torch.is_grad_enabled()
 
 
 def _kept(kind: Any) -> list[Any]:
@@ -167,6 +156,18 @@ def _when_made(kind: Any, act: Callable[[Any], object]) -> None:
         act(one)
 
     kind.__init__ = init
+
+
+def _before_calls(act: Callable[[nn.Module], bool | None]) -> None:
+    """Call a function with a model before each call of one, until it returns True."""
+    is_done = False
+
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_done
+        is_done = is_done or bool(act(model))
+        return call(model, *args, **kwargs)
+
+    _wrap_models(around)
 
 
 def _wrap_models(around: Callable[..., Any]) -> None:
