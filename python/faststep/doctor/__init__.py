@@ -53,8 +53,8 @@ class Answer(NamedTuple):
             "verdict": self.verdict,
             "phases": self.phases,
             "findings": [one._asdict() for one in self.findings],
-            "trials": [_shown(one) for one in self.trials],
-            "best": None if self.best is None else _shown(self.best),
+            "trials": [one.as_json() for one in self.trials],
+            "best": None if self.best is None else self.best.as_json(),
             "step": {
                 "count": len(seconds),
                 "mean": mean_step(self.found),
@@ -118,10 +118,6 @@ class Answer(NamedTuple):
             for one in sorted(self.trials, key=lambda one: -one.gain)
         ]
         return ["tried", "gain", "95 % interval", "results", "memory"], rows
-
-
-def _shown(trial: Trial) -> dict[str, Any]:
-    return {key: value for key, value in trial._asdict().items() if key not in ("change", "losses")}
 
 
 def examine(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from .gains import Gain, compare, deviations, is_rounding, ratio
 from .remedies import EVERYTHING, NOTHING
@@ -25,77 +26,66 @@ Found = dict[str, Any]
 Remedies = dict[str, dict[str, Any]]  # what each changes, by name
 
 
-class Trial(NamedTuple):
-    """A remedy that was tried, beside the script as it is."""
+@dataclass(eq=False)
+class Trial:
+    """A remedy that was tried, in runs that have each one of the script as it is beside them.
+
+    Attributes:
+        memory: bytes of the peak, more than without.
+        losses: of the first run.
+        switched: what it has gained between steps, at least.
+        pairs: results without and with it.
+    """
 
     remedy: str
-    gain: float
-    low: float
-    high: float
-    results: str
-    memory: int  # bytes of the peak, more than without
     change: dict[str, Any]
-    losses: list[float]
+    gain: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    results: str = UNKNOWN
+    memory: int = 0
+    losses: list[float] = field(default_factory=list)
+    switched: float = 1.0
+    pairs: list[tuple[Found, Found]] = field(default_factory=list)
 
     @property
     def is_proven(self) -> bool:
         """True if a repetition has confirmed that it is faster."""
         return self.low > 1.0 and self.gain >= PROMISING
 
-
-class _Candidate:
-    """A remedy with its runs, each beside one of the script as it is."""
-
-    def __init__(self, remedy: str, change: dict[str, Any], switched: float) -> None:
-        self.remedy, self.change = remedy, change
-        self.results = UNKNOWN
-        self._switched = switched  # what it has gained between steps, at least
-        self._pairs: list[tuple[Found, Found]] = []
-        self.trial: Trial
-
-    @property
-    def pairs(self) -> int:
-        return len(self._pairs)
-
     def add(self, base: Found, found: Found) -> None:
         """Take a further pair of runs into account."""
-        self._pairs.append((base, found))
-        gain = compare([(one["steps"], other["steps"]) for one, other in self._pairs])
+        if not self.pairs:
+            self.memory, self.losses = found["peak"] - base["peak"], found["losses"]
+        self.pairs.append((base, found))
+        gain = compare([(one["steps"], other["steps"]) for one, other in self.pairs])
         low = self._confirmed(gain)
-        first_base, first = self._pairs[0]
-        self.trial = Trial(
-            self.remedy,
-            gain.gain,
-            low if low > 1.0 else min(gain.low, 1.0),
-            gain.high,
-            self.results,
-            first["peak"] - first_base["peak"],
-            self.change,
-            first["losses"],
-        )
+        self.gain, self.high = gain.gain, gain.high
+        self.low = low if low > 1.0 else min(gain.low, 1.0)
 
-    def judge(self, results: str) -> None:
-        """Say what it does to results."""
-        self.results = results
-        self.trial = self.trial._replace(results=results)
+    def as_json(self) -> dict[str, Any]:
+        """What an answer says of it."""
+        names = ("remedy", "gain", "low", "high", "results", "memory")
+        return {name: getattr(self, name) for name in names}
 
     def _confirmed(self, gain: Gain) -> float:
         """The bound above 1.0 that repetitions have confirmed, if they have."""
-        if self.pairs < 2 or gain.gain < PROMISING:
+        count = len(self.pairs)
+        if count < 2 or gain.gain < PROMISING:
             return 1.0
         bounds = [1.0]
         least = min(
             ratio(base["steps"], found["steps"])
-            for base, _ in self._pairs
-            for _, found in self._pairs
+            for base, _ in self.pairs
+            for _, found in self.pairs
         )
-        is_apart = least >= REPEATED and (gain.gain >= LARGE or self.pairs > 2)
-        if is_apart or self._switched >= REPEATED:
+        is_apart = least >= REPEATED and (gain.gain >= LARGE or count > 2)
+        if is_apart or self.switched >= REPEATED:
             bounds.append(max(gain.low, REPEATED))
-        if self.pairs in STUDENT:
-            logs = [math.log(ratio(one["steps"], other["steps"])) for one, other in self._pairs]
-            error = statistics.stdev(logs) / math.sqrt(self.pairs)
-            bounds.append(math.exp(statistics.fmean(logs) - STUDENT[self.pairs] * error))
+        if count in STUDENT:
+            logs = [math.log(ratio(one["steps"], other["steps"])) for one, other in self.pairs]
+            error = statistics.stdev(logs) / math.sqrt(count)
+            bounds.append(math.exp(statistics.fmean(logs) - STUDENT[count] * error))
         return max(bounds)
 
 
@@ -124,18 +114,17 @@ class Trials:
         self._accept = accept
         self._say = say
         self._own: list[float] | None = None  # deviations of losses that one rounding makes
-        self._candidates: dict[str, _Candidate] = {}
+        self._trials: dict[str, Trial] = {}
         self.left: list[str] = []
 
     @property
     def made(self) -> list[Trial]:
         """The trials, in the order in which they were begun."""
-        return [one.trial for one in self._candidates.values()]
+        return [*self._trials.values()]
 
     def named(self, name: str) -> Trial | None:
         """The trial of a remedy, if it was tried."""
-        found = self._candidates.get(name)
-        return None if found is None else found.trial
+        return self._trials.get(name)
 
     def make(self, remedies: Remedies) -> None:
         """Try remedies, and repeat those that are promising."""
@@ -143,9 +132,9 @@ class Trials:
             for name, change in remedies.items():
                 self._begin(name, change)
             self._repeat()
-        for one in self._candidates.values():
+        for one in self._trials.values():
             if one.results == UNKNOWN:
-                one.judge(self._compared_with_rounding(one.trial.losses))
+                one.results = self._compared_with_rounding(one.losses)
 
     def _begin(self, name: str, change: dict[str, Any]) -> None:
         """Try a remedy once.
@@ -154,16 +143,16 @@ class Trials:
         to repeat what looks better.
         """
         _, low, high = self._base["switched"].get(name, (0.0, 0.0, math.inf))
-        if name in self._candidates or high < PROMISING:
+        if name in self._trials or high < PROMISING:
             return
         self.left = [one for one in self.left if one != name]
-        waiting = [one.trial.gain for one in self._candidates.values() if self._is_open(one)]
+        waiting = [one.gain for one in self._trials.values() if self._is_open(one)]
         needed = 0 if not waiting else 2 if max(waiting) >= LARGE else 4
         if not self._has_time(1 + needed + self._has_to_compare()):
             self.left.append(name)
             return
         self._say(f"trying {name}")
-        one = _Candidate(name, change, low / self._noise())
+        one = Trial(name, change, switched=low / self._noise())
         try:
             found = self._measured(change)
         except DoctorError as error:
@@ -171,15 +160,15 @@ class Trials:
             return
         one.results = self._results(change, found["losses"])
         one.add(self._base, found)
-        self._candidates[name] = one
+        self._trials[name] = one
 
     def _repeat(self) -> None:
         """Repeat what is promising until it is proven or refuted, or the time is over."""
-        while waiting := [one for one in self._candidates.values() if self._is_open(one)]:
+        while waiting := [one for one in self._trials.values() if self._is_open(one)]:
             if not self._has_time(2 + self._has_to_compare()):
                 return
-            waiting.sort(key=lambda one: -one.trial.gain)
-            said = ", ".join(f"{one.remedy} ({one.trial.gain:.2f}x)" for one in waiting[:AT_ONCE])
+            waiting.sort(key=lambda one: -one.gain)
+            said = ", ".join(f"{one.remedy} ({one.gain:.2f}x)" for one in waiting[:AT_ONCE])
             self._say(f"once more: {said}")
             try:
                 base = self._runs.measure(SHORT)
@@ -193,7 +182,7 @@ class Trials:
                     one.add(base, self._measured(one.change))
                 except DoctorError as error:
                     self._say(f"{one.remedy}: {error}")
-                    del self._candidates[one.remedy]
+                    del self._trials[one.remedy]
 
     def together(self) -> Trial | None:
         """All proven remedies that keep bits, round or are accepted, as a whole.
@@ -236,15 +225,15 @@ class Trials:
             return False  # by a line in the script: its checkpoints are other ones then
         return trial.results in (*SURE, UNKNOWN) or trial.remedy in self._accept
 
-    def _is_open(self, one: _Candidate) -> bool:
+    def _is_open(self, trial: Trial) -> bool:
         """True if one more pair may prove a gain."""
-        trial = one.trial
+        count = len(trial.pairs)
         most = MOST_PAIRS if self._may_be_kept(trial) else 3
-        if trial.is_proven or one.pairs >= most:
+        if trial.is_proven or count >= most:
             return False
-        if _is_all(one.change):  # which is looked at more patiently
-            return trial.gain >= (1.0 if one.pairs > 1 else 1.0 / PROMISING)
-        return trial.gain >= (REPEATED if one.pairs > 1 else PROMISING)
+        if _is_all(trial.change):  # which is looked at more patiently
+            return trial.gain >= (1.0 if count > 1 else 1.0 / PROMISING)
+        return trial.gain >= (REPEATED if count > 1 else PROMISING)
 
     def _measured(self, change: dict[str, Any]) -> dict[str, Any]:
         """A run with a change; the seconds are those of as many samples as without it."""
@@ -264,7 +253,7 @@ class Trials:
 
     def _has_to_compare(self) -> bool:
         """True if one run is needed to judge the results of others."""
-        results = [one.results for one in self._candidates.values()]
+        results = [one.results for one in self._trials.values()]
         return self._own is None and UNKNOWN in results
 
     def _compared_with_rounding(self, losses: list[float]) -> str:
