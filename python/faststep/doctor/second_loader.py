@@ -102,55 +102,41 @@ class Loop:
         for name, change in for_loaders(workers, main.is_pageable, cores).items():
             options = change.get("loader", {})
             kind: Any = DataLoader if "loader" in change else LOADERS[DataLoader]
-            second = _Second(main, kind, options)
+            batches = _endless(loader, kind, options)
             ahead = max(loader.prefetch_factor or 0, options.get("prefetch_factor", AHEAD))
             most = max(workers, options.get("num_workers", 0))
-            made.append(Switch(name, self._turn(second), skipped=1 + ahead * most))
+            made.append(Switch(name, self._turn(main, batches), skipped=1 + ahead * most))
         return made
 
-    def _turn(self, second: _Second) -> Callable[[bool], object]:
+    def _turn(self, main: LoaderUse, batches: Iterator[Any]) -> Callable[[bool], object]:
+        def following(use: LoaderUse) -> Any:
+            return next(batches, None) if use is main else None
+
         def turn(is_on: bool) -> None:
-            self._instead = second.following if is_on else None
+            self._instead = following if is_on else None
 
         return turn
 
 
-class _Second:
-    """Another loader of the same samples, in an order of the same sampler.
+def _endless(one: DataLoader[Any], kind: Any, options: dict[str, Any]) -> Iterator[Any]:
+    """Batches of another loader of the same samples, in an order of the same sampler.
 
     Args:
-        use: of the script's loader.
+        one: the script's loader.
         kind: the class of the other one.
         options: arguments that it has instead.
     """
-
-    def __init__(self, use: LoaderUse, kind: Any, options: dict[str, Any]) -> None:
-        self._use, self._kind, self._options = use, kind, options
-        self._loader: Any = None
-        self._batches: Iterator[Any] | None = None
-
-    def following(self, use: LoaderUse | None) -> Any:
-        """The next batch, of the next epoch if need be; None for another loader than that one."""
-        if use is not self._use:
-            return None
-        batch = None if self._batches is None else next(self._batches, None)
-        if batch is None:
-            with _generators_kept(self._use.loader):
-                self._batches = self._begun()
-            batch = next(self._batches, None)
-        return batch
-
-    def _begun(self) -> Iterator[Any]:
-        if self._loader is None:
-            one: Any = self._use.loader
-            given = {name: getattr(one, name) for name in COPIED} | self._options
-            if one.batch_sampler is None:
-                given |= {"batch_size": None, "sampler": one.sampler}
-            else:
-                given["batch_sampler"] = one.batch_sampler
-            self._loader = self._kind(**given)
-        batches: Iterator[Any] = iter(self._loader)
-        return batches
+    given = {name: getattr(one, name) for name in COPIED} | options
+    if one.batch_sampler is None:
+        given |= {"batch_size": None, "sampler": one.sampler}
+    else:
+        given["batch_sampler"] = one.batch_sampler
+    with _generators_kept(one):
+        other = kind(**given)
+    while len(other):
+        with _generators_kept(one):
+            batches = iter(other)
+        yield from batches
 
 
 def _can_be_read_beside(loader: Any) -> bool:
