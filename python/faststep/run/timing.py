@@ -47,7 +47,7 @@ class CallTimes:
         self.taken: dict[str, float] = {}
         self.steps: Counter[type] = Counter()
         self.first: Moment | None = None
-        self._last: tuple[float, dict[str, int], dict[str, float]] | None = None
+        self.last: Moment | None = None  # at the end of the newest step
         self._looks: list[Look] = []
         self._inside = 0.0
         self._stepping: object = None
@@ -118,9 +118,9 @@ class CallTimes:
     def _end_step(self, kind: type) -> None:
         self.steps[kind] += 1
         now = time.perf_counter()
-        self._last = (now, dict(self.calls), dict(self.taken))
+        self.last = Moment(now, dict(self.calls), dict(self.taken))
         if self.first is None:
-            self.first = Moment(*self._last)
+            self.first = self.last
             self._looks = [self._look(now)] * 2
         elif now - self._looks[1].seconds > 1.0:
             self._looks[1] = self._look(now)
@@ -136,8 +136,3 @@ class CallTimes:
         if last is first:  # the program took less than a second
             last = self._look(0.0)
         return (last.faults - first.faults) / (last.steps - first.steps)
-
-    @property
-    def last(self) -> Moment | None:
-        """At the end of the newest step."""
-        return None if self._last is None else Moment(*self._last)
