@@ -121,26 +121,24 @@ def _keep_memory(is_on: bool) -> None:
 def _exchange(optimizers: Sequence[Optimizer]) -> Turn:
     """Let optimizers of torch have the steps of faststep's classes, on the same states."""
     known = [one for one in optimizers if type(one) in CLASSES]
-    kinds = [type(one) for one in known]
-    for kind in kinds:  # the first object of a class lets torch's hooks run around its steps
-        CLASSES[kind]([torch.zeros(1, requires_grad=True)])
+    for kind in {type(one) for one in known}:
+        CLASSES[kind]([torch.zeros(1, requires_grad=True)])  # which lets torch's hooks run
         CLASSES[kind]._is_for_torch = lambda *what: True  # as under `run`
-
-    def turn(is_on: bool) -> None:
-        for optimizer, kind in zip(known, kinds, strict=True):
-            optimizer.__class__ = CLASSES[kind] if is_on else kind
-
-    return _beside(known, lambda optimizer: None, turn)
+    return _together([_exchange_classes(known, CLASSES), _beside(known, lambda optimizer: None)])
 
 
 def _exchange_scalers() -> Turn:
     """Let scalers of torch have the methods of faststep's, on the same states."""
     found = [one for one in gc.get_objects() if type(one) in SCALERS]
-    kinds = [type(one) for one in found]
+    return _exchange_classes(found, SCALERS)
+
+
+def _exchange_classes(objects: Sequence[Any], classes: Mapping[type, type]) -> Turn:
+    kinds = [type(one) for one in objects]
 
     def turn(is_on: bool) -> None:
-        for one, kind in zip(found, kinds, strict=True):
-            one.__class__ = SCALERS[kind] if is_on else kind
+        for one, kind in zip(objects, kinds, strict=True):
+            one.__class__ = classes[kind] if is_on else kind
 
     return turn
 
@@ -181,14 +179,12 @@ def _leave_out(optimizers: Sequence[Optimizer], stepped: Callable[[Optimizer], o
 def _beside(
     optimizers: Sequence[Optimizer],
     made: Callable[[Optimizer], Callable[..., Any] | None],
-    turn: Turn = lambda is_on: None,
 ) -> Turn:
     """Let optimizers have another `step` while a switch is on; that of their class for None."""
     before = [vars(one).get("step") for one in optimizers]  # what a scheduler has put there
     steps = [made(one) for one in optimizers]
 
-    def turned(is_on: bool) -> None:
-        turn(is_on)
+    def turn(is_on: bool) -> None:
         for optimizer, own, other in zip(optimizers, before, steps, strict=True):
             step = other if is_on else own
             if step is not None:
@@ -196,4 +192,4 @@ def _beside(
             elif "step" in vars(optimizer):
                 delattr(optimizer, "step")
 
-    return turned
+    return turn
