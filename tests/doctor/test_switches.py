@@ -34,6 +34,7 @@ def chosen(
     optimizers: Any = (),
     loop: Loop | None = None,
     left: Any = lambda optimizer: None,
+    only: Any = (),
     **found: Any,
 ) -> dict[str, Switch]:
     """By name, for a script whose steps take 10 ms."""
@@ -41,7 +42,7 @@ def chosen(
         "steps": [0.01] * 10, "phases": {name: 0.1 * share for name, share in shares.items()},
         "faults": 0.0, "cores": 8, "zeroes": False, "collecting": 0.0, "cuda": False, **found,
     }  # fmt: skip
-    return {one.name: one for one in switches(found, optimizers, loop or Loop(), left)}
+    return {one.name: one for one in switches(found, optimizers, loop or Loop(), left, only)}
 
 
 def test_blocks_of_steps_show_what_a_switch_gains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +120,15 @@ def test_switches_are_those_that_can_gain() -> None:
     assert {SAME_BATCH, CLIPS, SCALES, "memory is kept", "objects are frozen"} <= found.keys()
     assert {"gradients set to None", "cudnn.benchmark", "products in TF32"} <= found.keys()
     assert "all of `run` but its loader" in found
+
+
+def test_switches_of_other_kinds_than_asked_for_are_left_out() -> None:
+    shares = {"data": 0.5, "clipping": 0.3, "scaler": 0.2}
+    found = {"faults": 1e6, "zeroes": True, "cuda": True}
+    assert chosen(shares, only=["loader"], **found).keys() == {"nothing", SAME_BATCH}
+    assert chosen(shares, only=["tf32"], **found).keys() == {"nothing", "products in TF32"}
+    assert chosen(shares, only=["clip"], **found).keys() == {"nothing", CLIPS}
+    assert chosen(shares, only=["compile"], **found) == {}
 
 
 def test_switches_for_which_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

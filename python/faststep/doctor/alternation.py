@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +23,14 @@ class Switch(NamedTuple):
     Attributes:
         name: of the remedy, or of what is left out.
         turn: called with True and False in turns, False last.
+        change: the remedy, or one that it says something of, as `is_chosen` knows it.
         in_one_thread: both sides compute in one thread, where a change is of one alone.
         skipped: steps after each turn that are not counted.
     """
 
     name: str
     turn: Callable[[bool], object]
+    change: dict[str, Any] = {}  # noqa: RUF012
     in_one_thread: bool = False
     skipped: int = 1
 

@@ -39,7 +39,7 @@ def main(order: dict[str, Any]) -> None:
             script and of `Peers`; `shared`, bytes of memory that this
             process has beside its own; `program`, the arguments of `Program`; `change`, `Changes`
             of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
-            `most_seconds`, `until`, `tries` of `Recorder`.
+            `most_seconds`, `until`, `tries`, `only` of `Recorder`.
     """
     _enter_sandbox(order)
     if order["ranks"] > 1:
@@ -73,7 +73,7 @@ def main(order: dict[str, Any]) -> None:
         with Watch([peers] if peers else [], lambda text: None, INTERVAL):
             Program(*order["program"]).run()
         return
-    names = ("seconds", "least_steps", "most_seconds", "until", "tries")
+    names = ("seconds", "least_steps", "most_seconds", "until", "tries", "only")
     recorder = Recorder(**{name: order[name] for name in names}, done=done)
     recorder.start()
     try:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class Recorder:
         until: `time.monotonic()` at which it ends at the latest.
         tries: turn switches on and off after that, see `switches`.
         done: called with what was found, when enough was seen.
+        only: kinds of remedies that are tried; all if none is named.
     """
 
     def __init__(
@@ -102,10 +103,11 @@ class Recorder:
         until: float,
         tries: bool,
         done: Callable[[dict[str, Any]], None],
+        only: Collection[str] = (),
     ) -> None:
         self._seconds, self._least_steps, self._until = seconds, least_steps, until
         self._most = most_seconds
-        self._done, self._tries = done, tries
+        self._done, self._tries, self._only = done, tries, only
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
         self._begun = self._stepped_at = time.perf_counter()
@@ -194,9 +196,8 @@ class Recorder:
                 self.end()
                 return
             self._result = self._found()
-            chosen = switches(
-                self._result, [*self._optimizers.values()], self._loop, self._sampler.note_step
-            )
+            optimizers, stepped = [*self._optimizers.values()], self._sampler.note_step
+            chosen = switches(self._result, optimizers, self._loop, stepped, self._only)
             self._loop.keeps = True
             self._alternation = Alternation(chosen, statistics.fmean(self._result["steps"]))
 

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from ..run.changes import preloading
@@ -77,6 +77,7 @@ class Runs:
         length: Length,
         change: dict[str, Any] | None = None,
         tries: bool = False,
+        only: Collection[str] = (),
         rounds: bool = False,
     ) -> dict[str, Any]:
         """The result of a run with a change.
@@ -85,6 +86,7 @@ class Runs:
             length: how long it measures.
             change: `Changes` of `run`.
             tries: turn switches on and off after that.
+            only: kinds of remedies that these are; all if none is named.
             rounds: multiply all gradients by 1 + 2^-23 before each step.
 
         Raises:
@@ -98,6 +100,7 @@ class Runs:
             "most_seconds": most,
             "until": max(self.until - 1.0, begun + 5.0),
             "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
+            "only": [*only],
             "address": "127.0.0.1" if self._nodes is None else self._nodes.address,
             "ports": free_ports(2),
             "rounds": rounds,

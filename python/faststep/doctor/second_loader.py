@@ -105,7 +105,7 @@ class Loop:
             batches = _endless(loader, kind, options)
             ahead = max(loader.prefetch_factor or 0, options.get("prefetch_factor", AHEAD))
             most = max(workers, options.get("num_workers", 0))
-            made.append(Switch(name, self._turn(main, batches), skipped=1 + ahead * most))
+            made.append(Switch(name, self._turn(main, batches), change, skipped=1 + ahead * most))
         return made
 
     def _turn(self, main: LoaderUse, batches: Iterator[Any]) -> Callable[[bool], object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from ..run.cores import counted
 from ..run.optimizers import CLASSES
 from ..run.swaps import CLIPPING, LOSS, SCALERS
 from .alternation import Switch
-from .findings import FAULT, LEAST
+from .findings import FAULT, LEAST, OPTIMIZER
 from .remedies import (
     ALL,
+    EVERYTHING,
     FASTSTEPS,
     FLUSHED,
     FROZEN,
@@ -28,6 +29,7 @@ from .remedies import (
     TF32,
     TO_NONE,
     TUNED,
+    is_chosen,
 )
 from .second_loader import Loop
 
@@ -42,6 +44,7 @@ def switches(
     optimizers: Sequence[Optimizer],
     loop: Loop,
     stepped: Callable[[Optimizer], object],
+    only: Collection[str] = (),
 ) -> list[Switch]:
     """Those that may gain something for a script, and one that changes nothing; dearest first.
 
@@ -50,6 +53,7 @@ def switches(
         optimizers: that it steps.
         loop: what gives it batches.
         stepped: is told of a step that is left out.
+        only: kinds of remedies, as for `is_chosen`.
     """
     total = sum(found["steps"])
     shares = {phase: spent / total for phase, spent in found["phases"].items()}
@@ -59,28 +63,32 @@ def switches(
     loaders = loop.switches(cores) if shares.get("data", 0.0) > LEAST_SHARE else []
     chosen = [Switch(NOTHING, lambda is_on: None), _everything(ours, loaders, shares, cores)]
     if found["faults"] * FAULT > LEAST_SHARE and not memory.stats().retains:
-        chosen.append(Switch(KEPT, _keep_memory))
+        chosen.append(Switch(KEPT, _keep_memory, {"parts": ["memory"]}))
     for count in {1, cores}:
         if count < threads:
-            chosen.append(Switch(counted(count), _set_threads(count, threads)))
+            chosen.append(Switch(counted(count), _set_threads(count, threads), {"threads": count}))
     if updating > LEAST_SHARE:
-        chosen.append(Switch(FASTSTEPS, _together(ours)))
+        chosen.append(Switch(FASTSTEPS, _together(ours), OPTIMIZER[FASTSTEPS]))
     chosen += loaders
-    chosen.append(Switch(FLUSHED, torch.set_flush_denormal, in_one_thread=True))
-    for phase, name, turn in zip(("scaler", "clipping"), (SCALES, CLIPS), ours[1:], strict=True):
-        if shares.get(phase, 0.0) > LEAST:
-            chosen.append(Switch(name, turn))
+    chosen.append(Switch(FLUSHED, torch.set_flush_denormal, {"flush": True}, True))
+    if shares.get("scaler", 0.0) > LEAST:
+        chosen.append(Switch(SCALES, ours[1], {"parts": ["amp"]}))
+    if shares.get("clipping", 0.0) > LEAST:
+        chosen.append(Switch(CLIPS, ours[2], {"parts": ["clip"]}))
     if found["zeroes"]:
-        chosen.append(Switch(TO_NONE, zero_to_none))
+        chosen.append(Switch(TO_NONE, zero_to_none, {"set_to_none": True}))
     if found["collecting"] > LEAST_SHARE:
-        chosen.append(Switch(FROZEN, lambda is_on: gc.freeze() if is_on else gc.unfreeze()))
+        chosen.append(Switch(FROZEN, _freeze, {"freeze": True}))
     if found["cuda"]:
-        chosen += [Switch(TUNED, tune_convolutions), Switch(TF32, use_tf32)]
+        chosen.append(Switch(TUNED, tune_convolutions, {"cudnn_benchmark": True}))
+        chosen.append(Switch(TF32, use_tf32, {"tf32": True}))
     if shares.get("data", 0.0) > LEAST_SHARE:
-        chosen.append(Switch(SAME_BATCH, loop.repeat))
+        chosen.append(Switch(SAME_BATCH, loop.repeat, {"loader": {}}))
     if shares.get("optimizer", 0.0) > LEAST_SHARE:
-        chosen.append(Switch(NO_OPTIMIZER, _leave_out(optimizers, stepped)))
-    return chosen
+        without = _leave_out(optimizers, stepped)
+        chosen.append(Switch(NO_OPTIMIZER, without, {"parts": ["optim"]}))
+    chosen = [one for one in chosen if is_chosen(one.change, only)]
+    return chosen if len(chosen) > 1 else []
 
 
 def _everything(
@@ -94,9 +102,9 @@ def _everything(
         turns.append(_set_threads(cores, torch.get_num_threads()))
     loader = next((one for one in loaders if one.name == OURS), None)
     if loader is not None:
-        return Switch(ALL, _together([*turns, loader.turn]), skipped=loader.skipped)
+        return Switch(ALL, _together([*turns, loader.turn]), EVERYTHING, skipped=loader.skipped)
     is_whole = shares.get("data", 0.0) <= LEAST_SHARE
-    return Switch(ALL if is_whole else f"{ALL} but its loader", _together(turns))
+    return Switch(ALL if is_whole else f"{ALL} but its loader", _together(turns), EVERYTHING)
 
 
 def _together(turns: Sequence[Turn]) -> Turn:
@@ -109,6 +117,13 @@ def _together(turns: Sequence[Turn]) -> Turn:
 
 def _set_threads(count: int, before: int) -> Turn:
     return lambda is_on: torch.set_num_threads(count if is_on else before)
+
+
+def _freeze(is_on: bool) -> None:
+    if is_on:
+        gc.freeze()
+    else:
+        gc.unfreeze()
 
 
 def _keep_memory(is_on: bool) -> None:
