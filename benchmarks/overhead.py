@@ -40,7 +40,7 @@ def watched(kind: str) -> tuple[float, ...]:
     """The share of a core that the watching thread takes, and what `train` returns beside it."""
     plain = DataLoader.__iter__, BaseDataLoaderIter.__next__
     if kind == "doctor":
-        made = Recorder(1e9, 0, 1e9, False, print)
+        made = Recorder(1e9, 0, 1e9, 1e9, False, print)
         made.start()
     else:
         display = (Page if kind == "--live" else Log)(os.fdopen(os.dup(terminal), "w"))
