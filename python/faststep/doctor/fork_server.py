@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from .._torch.compiler import import_compiler
-from .watching import resident
+from ..memory.activations import status
 
 LONGEST = 1 << 20  # bytes of an order
 MOST_READ = 65536  # bytes
@@ -110,14 +110,14 @@ def serve(orders: int) -> dict[str, Any]:
         data, fds, _, _ = socket.recv_fds(connection, LONGEST, 1)
         if not data:
             os._exit(0)
-        before = resident()
+        before = status("VmRSS")
         child = os.fork()
         if child == 0:
             connection.close()
             os.setsid()
             order: dict[str, Any] = json.loads(data)
             order["answer"] = fds[0] if order["is_asked"] else None
-            return {**order, "shared": max(0, before - resident())}
+            return {**order, "shared": max(0, before - status("VmRSS"))}
         for one in fds:
             os.close(one)
         os.waitpid(child, 0)

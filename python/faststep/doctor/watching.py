@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypedDict
 import torch
 from torch.optim import Optimizer
 
+from ..memory.activations import status
 from .phases import Place
 from .sampler import INTERVAL, Sampler
 
@@ -160,7 +161,7 @@ class Watch:
         cpu, now = _cpu(), time.perf_counter()
         used = (cpu - self._cpu) / (now - self._cpu_at)
         self._cpu, self._cpu_at = cpu, now
-        rss = resident()  # newer than what the kernel knows of the peak
+        rss = status("VmRSS")  # newer than what the kernel knows of the peak
         return {
             "time": time.time(),
             "step": steps.number,
@@ -203,9 +204,3 @@ def _cpu() -> float:
     """Seconds of processors that the process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def resident() -> int:
-    """Bytes of memory that this process has."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
