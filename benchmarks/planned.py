@@ -25,7 +25,8 @@ from faststep import optim, zero
 from faststep._torch.fake import NoMemory
 from faststep.cli.console import table
 from faststep.cli.scripts.gpt import GPT, GPTConfig
-from faststep.sizing.dry_run import checkpointed, dry_run
+from faststep.memory.recompute import Recomputed
+from faststep.sizing.dry_run import dry_run
 from faststep.sizing.formats import formats_of
 from faststep.zero.estimate import Layout, count
 from faststep.zero.stage3.blocks import blocks_of
@@ -95,7 +96,8 @@ def planned(name: str, stage: int, keeps: str) -> int:
     with NoMemory():
         model, loss = MODELS[name]()
         if KEEPS[keeps]:
-            checkpointed(blocks_of(model))
+            for block in blocks_of(model):
+                Recomputed(block).put()
         run = dry_run(model, loss)
     (kept, *_) = formats_of("AdamW", [torch.float32])
     layout = Layout(RANKS, stage, 25 * 2**20, False, False, run.live, run.forward)
@@ -113,7 +115,8 @@ def measured(name: str, stage: int, keeps: str) -> int:
         torch.manual_seed(0)
         model, loss = MODELS[name]()
         if KEEPS[keeps]:
-            checkpointed(blocks_of(model))
+            for block in blocks_of(model):
+                Recomputed(block).put()
         optimizer = zero.shard(model, optim.AdamW(model.parameters()), stage=stage)  # type: ignore[arg-type]
         for step in range(steps):
             if step == steps - 1:

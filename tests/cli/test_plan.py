@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from faststep._torch.fake import NoMemory
 from faststep.cli import main
-from faststep.sizing.dry_run import DryRun, checkpointed, dry_run
+from faststep.memory.recompute import Recomputed
+from faststep.sizing.dry_run import DryRun, dry_run
 from faststep.sizing.formats import formats_of
 from faststep.sizing.machine import Machine
 from faststep.sizing.ways import Way, bucket_mb_for, chosen, tokens_for_offload, ways_of
@@ -197,7 +198,7 @@ def test_checkpoints_keep_inputs_alone() -> None:
             blocks = [nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))] * 6
             model, x = nn.Sequential(*blocks), torch.ones(4096, 64, requires_grad=True)
             if repeats:
-                checkpointed(list(dict.fromkeys(blocks)))
+                Recomputed(blocks[0]).put()
             found.append(dry_run(model, lambda model=model, x=x: model(x).sum()))  # type: ignore[misc]
     plain, thin = found
     assert thin.kept < plain.kept / 5

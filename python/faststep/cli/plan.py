@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from .._torch.fake import NoMemory, ReadsValuesError
 from ..memory.fitting import bytes_of
-from ..sizing.dry_run import DryRun, checkpointed, dry_run
+from ..memory.recompute import Recomputed
+from ..sizing.dry_run import DryRun, dry_run
 from ..sizing.formats import KINDS, MASTERS, STATES, Format, formats_of
 from ..sizing.machine import Machine
 from ..sizing.ways import bucket_mb_for, ways_of
@@ -177,7 +178,8 @@ def _run_with_checkpoints(function: Callable[[], Any], name: str, model: nn.Modu
     """The dry run of another model, of which the parameters take the place of this one's."""
     other, loss = _made(function, name)
     assert loss is not None
-    checkpointed(blocks_of(other))
+    for block in blocks_of(other):
+        Recomputed(block).put()
     found = _run(other, loss)
     pairs = zip(other.parameters(), model.parameters(), strict=True)
     of = {id(theirs): id(ours) for theirs, ours in pairs}

@@ -10,11 +10,9 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from .._torch.modes import TorchDispatchMode
@@ -100,11 +98,3 @@ def dry_run(model: nn.Module, loss: Callable[[], Tensor]) -> DryRun:
             handle.remove()
     found.flops = counter.get_total_flops()
     return found
-
-
-def checkpointed(blocks: Sequence[nn.Module]) -> None:
-    """Let forwards of these modules keep their inputs alone, until backward repeats them."""
-    for block in blocks:
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-        )

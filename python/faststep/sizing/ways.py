@@ -87,7 +87,6 @@ def ways_of(
     for number, run in enumerate(runs or [DryRun()]):
         for stage in stages:
             live = run.live if runs else None
-            live = run.live if runs else None
             masters = kept.masters != "none"
             layout = Layout(
                 machine.ranks, stage, bucket_mb * MIB, masters, on_cuda, live, run.forward
