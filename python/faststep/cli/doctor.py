@@ -16,7 +16,7 @@ from ..doctor.runs import GRACE, Runs
 from ..doctor.sandbox import Kind, is_available
 from .console import CommandError, some_of, table
 from .doctor_page import page
-from .run import split
+from .run import parsed
 
 HELP = "say what bounds a script, and which remedies help, tried on it"
 WIDTH = 60  # characters of the bar that shows a step
@@ -65,10 +65,7 @@ def run_doctor(argv: Sequence[str]) -> int:
     """Examine what the arguments after `doctor` say."""
     parser = argparse.ArgumentParser(prog="python -m faststep doctor", description=HELP)
     add_arguments(parser)
-    options, program = split(argv, parser)
-    arguments = parser.parse_args(options)
-    if program is None:
-        parser.error("there is no script, no -c CODE and no -m MODULE")
+    arguments, program = parsed(argv, parser)
     if arguments.minutes is not None and not arguments.minutes > 0:
         parser.error("--minutes must be positive")
     if os.environ.get("LOCAL_RANK", "0") != "0":

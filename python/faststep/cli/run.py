@@ -17,7 +17,7 @@ from ..run.program import Program, ProgramError
 from . import live
 from .console import some_of
 
-__all__ = ["HELP", "add_arguments", "run_program", "split"]
+__all__ = ["HELP", "add_arguments", "parsed", "run_program"]
 
 HELP = "run a script with faststep's classes in place of torch's"
 PYTHONS = tuple(f"-{letter}" for letter in "bBdEiIOPqRsStuvVWxX")  # its options beside -c and -m
@@ -105,22 +105,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def split(
+def parsed(
     argv: Sequence[str], parser: argparse.ArgumentParser
-) -> tuple[Sequence[str], Program | None]:
+) -> tuple[argparse.Namespace, Program]:
     """The parser's options, and the program with its arguments, which may look like options."""
     valued = {
         name for action in parser._actions if action.nargs != 0 for name in action.option_strings
     }
-    place = 0
-    while place < len(argv) and argv[place].startswith("-") and argv[place] != "-":
-        if argv[place] in ("-m", "-c", "--"):
-            rest = argv[place + 1 :]
-            flag = argv[place].removeprefix("--")
-            return argv[:place], Program(rest[0], rest[1:], flag) if rest else None
-        place += 2 if argv[place] in valued else 1
-    rest = argv[place:]
-    return argv[:place], Program(rest[0], rest[1:]) if rest else None
+    place, flag = 0, ""
+    while place < len(argv) and not flag and argv[place].startswith("-") and argv[place] != "-":
+        option = argv[place]
+        if option in ("-m", "-c", "--"):
+            flag = option
+        elif option.startswith(PYTHONS):
+            whole = parser.prog.removeprefix("python")
+            parser.error(f"{option} is an option of Python: python {option}{whole} ...")
+        else:
+            place += 2 if option in valued else 1
+    arguments = parser.parse_args(argv[:place])
+    rest = argv[place + bool(flag) :]
+    if not rest:
+        parser.error("there is no script, no -c CODE and no -m MODULE")
+    return arguments, Program(rest[0], rest[1:], flag.removeprefix("--"))
 
 
 def run_program(argv: Sequence[str]) -> int:
@@ -131,13 +137,7 @@ def run_program(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m faststep run", description=HELP)
     add_arguments(parser)
-    options, program = split(argv, parser)
-    for option in options:
-        if option.startswith(PYTHONS):
-            parser.error(f"{option} is an option of Python: python {option} -m faststep run ...")
-    arguments = parser.parse_args(options)
-    if program is None:
-        parser.error("there is no script, no -c CODE and no -m MODULE")
+    arguments, program = parsed(argv, parser)
     try:
         changes, parts = arguments.proven or Changes(), arguments.only
         if arguments.proven is not None:
