@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,8 +27,6 @@ from .common import (
     micro_steps,
     values,
 )
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def _windows(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:

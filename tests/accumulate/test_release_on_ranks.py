@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +19,6 @@ from ranks import Job, on_ranks
 from .collectives import Collectives
 from .common import OddLayouts, assert_equal, batches, loss_of, make_model, values
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SMALL = 0.0005  # MiB: several buckets
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -16,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from ranks import Job
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 CLASSES = ("AdamW", "Adam", "SGD", "Lion")
 STEPS = 3

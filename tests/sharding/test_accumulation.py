@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
@@ -19,8 +18,6 @@ import faststep.zero
 from ranks import on_ranks
 
 from .common import backward, fully_sharded, local, net, whole
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 MICRO = 3
 LIMIT = 0.2

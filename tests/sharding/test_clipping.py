@@ -29,8 +29,6 @@ from ranks import on_ranks
 
 from .common import Twins, backward, fully_sharded, local, locals_of, whole
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-
 STEPS = 2
 LIMIT = 0.3
 ORDERS = (1.0, 2.0, 3.5, math.inf)

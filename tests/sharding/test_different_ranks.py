@@ -21,8 +21,6 @@ from ranks import on_ranks
 from .common import local, locals_of
 from .test_clipping import counted, mixed_params, same_everywhere
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-
 LIMIT = 0.5
 SCALE = 8.0
 

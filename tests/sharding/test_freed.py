@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -19,8 +18,6 @@ import faststep.zero
 from ranks import on_ranks
 
 from .common import backward, fully_sharded, net
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 Made = tuple[nn.Module, Any]
 

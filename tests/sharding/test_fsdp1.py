@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -20,8 +19,6 @@ from ranks import on_ranks
 
 from .common import backward, net
 from .test_clipping import counted, same_everywhere
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 LIMIT = 0.3
 SCALE = 64.0

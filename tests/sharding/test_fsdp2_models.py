@@ -7,9 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,8 +23,6 @@ import faststep.optim
 from ranks import on_ranks
 
 from .common import local
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 WIDTH = 12
 RESHARD = (False, True)

@@ -18,8 +18,6 @@ from ranks import on_ranks
 from .common import Twins, backward, fully_sharded, local, locals_of, whole
 from .test_clipping import counted, exact_norm, same_everywhere
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-
 LIMIT = 0.3
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import (
@@ -31,8 +30,6 @@ import faststep.optim
 from ranks import on_ranks
 
 from .common import Twins, backward, fully_sharded, local, locals_of, net, whole
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 STEPS = 2
 FIVE = ("adamw", "adam", "sgd", "momentum", "lion")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -18,8 +17,6 @@ from ranks import on_ranks
 
 from .common import backward, fully_sharded, locals_of
 from .test_optimizers import CLASSES, FIVE, Block
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 STEPS = 3
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -17,8 +16,6 @@ import faststep.optim
 from ranks import on_ranks
 
 from .common import Twins, backward, fully_sharded, local, locals_of, whole
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 SCALE = 256.0
 LIMIT = 0.3

@@ -19,8 +19,6 @@ from ranks import on_ranks
 
 from .common import whole
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-
 SMALL = GPTConfig(layers=3, heads=2, width=16, context=8)
 
 

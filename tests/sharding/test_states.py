@@ -28,8 +28,6 @@ from ranks import on_ranks
 
 from .common import Twins, backward, fully_sharded, local, net, whole
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-
 CLASSES = (("AdamW", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}))
 
 

@@ -17,7 +17,6 @@ from ranks import Job
 
 from .common import Given, grads_for
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 SHAPES = [(200, 100), (100,), (7,)]
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from .beside_ddp import UNEVEN, Run, Script, Table
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 
 

@@ -21,7 +21,6 @@ from faststep import zero
 from faststep.zero.stage3.blocks import blocks_of
 from ranks import Job, on_ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 
 

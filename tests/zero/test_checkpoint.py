@@ -25,7 +25,6 @@ from .common import (
     states_differ,
 )
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 LOW = [torch.float32, torch.bfloat16, torch.float64]
 NAMES = ("AdamW", "Adam", "momentum", "Lion", *OTHERS)
 

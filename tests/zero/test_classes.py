@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -17,8 +16,6 @@ from faststep import zero
 from faststep.optim.base import FusedOptimizer
 from faststep.run.optimizers import CLASSES
 from ranks import on_ranks
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("AdamW", {"lr": 0.01, "amsgrad": True, "fused": True}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,8 +25,6 @@ from faststep.cli import main
 from ranks import on_ranks
 
 from .checkpoints import remove, shared_folder
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 class Tied(nn.Module):

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,7 +31,6 @@ from .checkpoints import (
 )
 from .common import SHAPES, Given, differences, grads_for, optimizer_of, states_differ
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 NAMES = ("AdamW", "momentum", "SGD", "Adagrad", "ASGD", "NAdam", "Rprop")
 UNUSED = ("AdamW", "RMSprop", "Adagrad")
 

@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,7 +32,6 @@ from .checkpoints import (
 )
 from .common import SHAPES, Given, optimizer_of, states_differ
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 WHOLE = ("AdamW", "ASGD", "NAdam", "Adagrad")
 
 

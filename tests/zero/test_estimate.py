@@ -98,7 +98,6 @@ def found() -> dict[str, list[Found]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells resident memory")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_ranks_measure(case: str, found: dict[str, list[Found]]) -> None:
     world, low, options = CASES[case]
@@ -115,7 +114,6 @@ def test_it_is_what_ranks_measure(case: str, found: dict[str, list[Found]]) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells resident memory")
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 def test_a_peak_with_activations(found: dict[str, list[Found]]) -> None:
     """benchmarks/planned.py measures larger models at all stages."""
     with NoMemory():

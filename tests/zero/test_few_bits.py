@@ -26,10 +26,7 @@ from .checkpoints import load, remove, save, shared_folder
 from .common import Given, grads_for
 from .rounded import step_whole
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo"),
-    pytest.mark.filterwarnings("ignore:.*and so not at all"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(300, 70), (70,), (270, 65), (0, 70), (17000,), (9, 8, 16, 5), (200, 30)]

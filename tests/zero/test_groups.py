@@ -19,7 +19,6 @@ from ranks import on_ranks
 from .beside_ddp import Run, Table, whole
 from .common import error_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 
 

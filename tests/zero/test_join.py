@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -17,8 +15,6 @@ from faststep import zero
 from ranks import on_ranks
 
 from .common import differences, error_of
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def _model() -> nn.Sequential:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +21,6 @@ from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, follow, step_whole, unlike, wide_of
 from .test_exact import _groups
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 
 

@@ -21,7 +21,6 @@ from .checkpoints import load, remove, save, shared_folder
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, step_whole, unlike, wide_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 NAMES = ("AdamW", "SGD", "momentum", "Lion", *OTHERS)
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -21,7 +20,6 @@ from .checkpoints import load, remove, save, shared_folder
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, step_whole, unlike, wide_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 NAMES = ("AdamW", "SGD", *OTHERS)
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -17,7 +16,6 @@ from ranks import on_ranks
 
 from .common import Given, differences, grads_for
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SOON = 0.5  # seconds
 CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},

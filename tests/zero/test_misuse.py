@@ -9,9 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +19,6 @@ from ranks import Job, on_ranks
 
 from .common import Given, differences, error_of, grads_for
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,7 +13,6 @@ from ranks import on_ranks
 
 from .common import Given, differences, error_of, grads_for, mean_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SHAPES = [(300, 70), (70,), (20000,), (5, 5)]
 
 

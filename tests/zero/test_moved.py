@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +14,6 @@ from ranks import on_ranks
 from .common import Given, grads_for, optimizer_of
 from .rounded import follow, step_whole
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SHAPES = [(40, 50), (40, 50), (3,), (40, 50), (33000,), (0, 4), (), (5, 4, 3, 3)]
 Kept = dict[str, Any]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +18,6 @@ from ranks import on_ranks
 
 from .common import Given, differences, grads_for, mean_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SHAPES = [(300,), (20, 30), (7,), (20000,), (9, 9)]
 
 

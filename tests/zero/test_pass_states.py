@@ -10,9 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +20,6 @@ from ranks import on_ranks
 
 from .common import Given, error_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SHAPES = [(300,), (20, 30), (7,), (2000,), (9, 9)]
 ERROR = "a backward pass has failed"
 N, C, R, F = State.IDLE, State.COLLECTING, State.REDUCED, State.FAILED

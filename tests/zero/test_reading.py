@@ -21,7 +21,6 @@ from ranks import Job, on_ranks
 
 from .common import error_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 Params = list[nn.Parameter]
 inf = float("inf")

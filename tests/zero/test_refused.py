@@ -6,9 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -19,7 +17,6 @@ from ranks import Job, on_ranks
 
 from .common import Given, differences, error_of, grads_for
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 SHAPES = [(300, 70), (70,), (5, 5)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,8 +12,6 @@ from faststep import zero
 from ranks import on_ranks
 
 from .common import SHAPES, Given, differences, error_of, grads_for, mean_of, states_differ
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def _set_means(model: Given, whole: Given, world: int, scale: float, *seeds: int) -> None:

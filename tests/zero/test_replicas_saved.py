@@ -6,7 +6,6 @@ import copy
 import warnings
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from faststep import zero
@@ -16,8 +15,6 @@ from .checkpoints import load, remove, save, shared_folder
 from .common import SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, step_whole, unlike, wide_of
 from .test_exact import _groups
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def _made(groups: dict[str, Any]) -> tuple[Given, Any]:

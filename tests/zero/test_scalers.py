@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import faststep
@@ -16,7 +15,6 @@ from ranks import Job
 
 from .common import HOST, Given, Place, differences, grads_for, mean_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 SHAPES = [(200, 100), (100,), (40000,), (7,)]
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from . import test_beside_ddp, test_groups, test_scripts
 from .beside_ddp import Run, Script, Table
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 GUIDE = Path(__file__).parents[2] / "docs" / "sharding.md"
 

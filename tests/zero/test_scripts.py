@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +18,6 @@ from ranks import on_ranks
 
 from .beside_ddp import UNEVEN, Run, Script, Table
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 
 

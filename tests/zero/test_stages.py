@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,6 @@ from ranks import Job, on_ranks
 from .beside_ddp import RANKS
 from .common import error_of
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
 STEPS = 3
 

@@ -6,7 +6,6 @@ import copy
 import functools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ import faststep
 from faststep import zero
 from faststep.optim.masters import MASTER
 from ranks import on_ranks
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 class _Net(nn.Module):

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from faststep import zero
@@ -21,8 +20,6 @@ from ranks import on_ranks
 
 from .common import SHAPES, Given, error_of, grads_for, optimizer_of
 from .rounded import DTYPES
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def _bytes(saved: object) -> int:

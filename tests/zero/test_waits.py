@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ from faststep import zero
 from ranks import on_ranks
 
 from .common import differences
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 class _Net(nn.Module):
