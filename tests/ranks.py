@@ -2,9 +2,7 @@
 time limit on everything that waits.
 
 Starting a process takes longer than any of these tests, so the processes are started once for all.
-A test of `on_ranks` runs on each rank. A module may also list jobs in JOBS, whose results its tests
-get from the fixture `ranks`. Where a test is marked `jobs("saved: {name}")`, the jobs with this
-beginning are done for its cases alone, so that FASTSTEP_EVERY leaves out the others."""
+A test of `on_ranks` runs on each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import itertools
 import multiprocessing
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,23 +63,31 @@ def on_ranks(*worlds: int, **cases: Iterable[Any]) -> Callable[[Test], Test]:
     Args:
         cases: by the names of its other arguments, in their order: values that print themselves.
     """
-    return _on("ranks", "JOBS", worlds, cases)
+    return on_cases(itertools.product(worlds, *cases.values()))
+
+
+def on_cases(cases: Iterable[tuple[Any, ...]]) -> Callable[[Test], Test]:
+    """The same where each case has a world of its own, before the test's other arguments."""
+    return _on("ranks", "JOBS", cases)
 
 
 def on_cuda_ranks(*worlds: int, **cases: Iterable[Any]) -> Callable[[Test], Test]:
     """The same in processes that may have a fake machine each, see tests/device."""
-    return _on("cuda_ranks", "CUDA_JOBS", worlds, cases)
+    return on_cuda_cases(itertools.product(worlds, *cases.values()))
 
 
-def _on(
-    fixture: str, listed: str, worlds: Sequence[int], cases: Mapping[str, Iterable[Any]]
-) -> Callable[[Test], Test]:
+def on_cuda_cases(cases: Iterable[tuple[Any, ...]]) -> Callable[[Test], Test]:
+    """As on_cases, in such processes."""
+    return _on("cuda_ranks", "CUDA_JOBS", cases)
+
+
+def _on(fixture: str, listed: str, cases: Iterable[tuple[Any, ...]]) -> Callable[[Test], Test]:
     def made(body: Test) -> Test:
         run = _Body(body.__module__, body.__name__)
         name = f"{run.module}.{run.test} on"
         jobs = [
             Job(" ".join(map(str, (name, world, *case))), world, run, tuple(case))
-            for world, *case in itertools.product(worlds, *cases.values())
+            for world, *case in cases
         ]
 
         @pytest.mark.parametrize("job", jobs, ids=lambda job: job.name.partition(" on ")[2])
@@ -96,21 +102,20 @@ def _on(
     return made
 
 
+def assert_alike(tensors: Iterable[torch.Tensor]) -> None:
+    """All ranks have the same bits."""
+    for tensor in tensors:
+        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, tensor.detach().contiguous())
+        assert all(torch.equal(tensor, other) for other in others), others
+
+
 def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
-    """The jobs of these tests: their own, and those that their modules list under a name."""
-    found, named = {}, {}
-    for item in items:
-        listed = getattr(getattr(item, "module", None), name, ())
-        own = getattr(getattr(item, "function", None), name, ())
-        for job in (*(job for job in own if job is item.callspec.params["job"]), *listed):
-            assert found.setdefault(job.name, job) == job, f"two jobs have the name {job.name}"
-        for mark in item.iter_markers("jobs"):
-            (text,) = mark.args
-            named.setdefault(text.partition("{")[0], set()).add(text.format(**item.callspec.params))
+    """The jobs of these tests, whose functions have a list of all under this name."""
     return [
-        job
-        for job in found.values()
-        if all(job.name in names for head, names in named.items() if job.name.startswith(head))
+        item.callspec.params["job"]
+        for item in items
+        if hasattr(getattr(item, "function", None), name)
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from ranks import Job, on_ranks
+from ranks import assert_alike, on_cases, on_ranks
 
 from .collectives import Collectives
 from .common import (
@@ -29,7 +28,8 @@ from .common import (
 )
 
 
-def _windows(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+def _windows(rank: int, case: dict[str, Any]) -> tuple[Any, ...]:
+    """What was sent in each micro-step, and gradients and parameters of each window."""
     low = torch.bfloat16 if case["dtype"] else torch.float32
     net = make_model(low)
     model = DistributedDataParallel(net, gradient_as_bucket_view=case.get("views", False))
@@ -65,7 +65,8 @@ def _windows(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         history.append(values(net))
     collectives.stop()
-    return {"seen": seen, "grads": sums, "values": history, "windows": accum.windows}
+    assert accum.windows == 2
+    return seen, sums, history
 
 
 def _expected(world: int, case: dict[str, Any], window: int, start: list) -> list[torch.Tensor]:
@@ -114,43 +115,23 @@ CASES = {
 }
 
 
-Ranks = Callable[[str], list[Any]]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_windows(name: str, ranks: Ranks) -> None:
-    check_windows(CASES[name], ranks(f"{name} on 2"))
-
-
-@pytest.mark.parametrize(
-    ("name", "like"), [("in pairs", "fp32 sums"), ("short in pairs", "short fp32 sums")]
-)
-def test_pairs_have_the_bits_of_sums_without(name: str, like: str, ranks: Ranks) -> None:
-    for ours, theirs in zip(ranks(f"{name} on 2"), ranks(f"{like} on 2"), strict=True):
-        for what in ("grads", "values"):
-            for window in range(2):
-                assert_equal(ours[what][window], theirs[what][window])
-
-
-@pytest.mark.parametrize(("name", "world"), [("tokens", 3), ("mean", 4)])
-def test_more_ranks(name: str, world: int, ranks: Ranks) -> None:
-    check_windows(CASES[name], ranks(f"{name} on {world}"))
-
-
-def check_windows(case: dict[str, Any], results: list[Any]) -> None:
-    world = len(results)
+@on_cases([*((2, name) for name in CASES), (3, "tokens"), (4, "mean")])
+def test_windows(rank: int, world: int, name: str) -> None:
+    case = CASES[name]
+    seen, *found = _windows(rank, case)
     tolerance = 2e-6 if case["dtype"] is None else 0.02
     start = values(make_model())
-    for window in range(2):
+    for window, (sums, params) in enumerate(zip(*found, strict=True)):
         expected = _expected(world, case, window, start)
-        for result in results:
-            assert_close([g.float() for g in result["grads"][window]], expected, tolerance)
-            assert_equal(result["values"][window], results[0]["values"][window])
-        start = results[0]["values"][window]
-    for rank, result in enumerate(results):
-        assert result["windows"] == 2
-        micro_steps = [3, len(case["sizes"][rank])]
-        _check_collectives(case, result["seen"], micro_steps)
+        assert_close([grad.float() for grad in sums], expected, tolerance)
+        assert_alike(params)
+        start = params
+    _check_collectives(case, seen, [3, len(case["sizes"][rank])])
+    if case.get("in_pairs"):
+        _, *without = _windows(rank, {**case, "in_pairs": False, "views": False})
+        for ours, theirs in zip(found, without, strict=True):
+            for window in range(2):
+                assert_equal(ours[window], theirs[window])
 
 
 def _check_collectives(case: dict, seen: list[tuple[int, int]], micro_steps: list[int]) -> None:
@@ -223,7 +204,8 @@ def test_gradients_that_were_left_are_no_part_of_a_window(rank: int, world: int)
         assert_close(grads(model.module), grads(net), 1e-6)
 
 
-def _overflow(rank: int, world: int) -> Any:
+@on_ranks(2)
+def test_overflow_on_one_rank(rank: int, world: int) -> None:
     """An overflow on rank 1 alone drops the window on both."""
     net = make_model()
     model = DistributedDataParallel(net)
@@ -239,16 +221,12 @@ def _overflow(rank: int, world: int) -> Any:
         scaler.update()
         optimizer.zero_grad()
     accum.flush()
-    return accum.discarded, scaler.get_scale(), values(net)
+    assert (accum.discarded, scaler.get_scale()) == (1, 32.0)
+    assert_alike(values(net))
 
 
-def test_overflow_on_one_rank(ranks: Ranks) -> None:
-    first, second = ranks("overflow")
-    assert first[:2] == second[:2] == (1, 32.0)
-    assert_equal(first[2], second[2])
-
-
-def _installed(rank: int, world: int) -> Any:
+@on_ranks(2)
+def test_installed(rank: int, world: int) -> None:
     net = make_model()
     model = DistributedDataParallel(net)
     optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
@@ -264,13 +242,9 @@ def _installed(rank: int, world: int) -> Any:
     accum.remove()
     assert model.require_backward_grad_sync
     collectives.stop()
-    return seen, values(net)
-
-
-def test_installed(ranks: Ranks) -> None:
-    first, second = ranks("installed")
-    assert first[0] == second[0] == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 0), (0, 2)]
-    assert_equal(first[1], second[1])
+    assert seen == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 0), (0, 2)]
+    found = values(net)
+    assert_alike(found)
     net = make_model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     parts = [batches([4] * 5, rank) for rank in range(2)]
@@ -280,7 +254,7 @@ def test_installed(ranks: Ranks) -> None:
                 (loss_of(net, part[index]) / (2 * len(window))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_close(first[1], values(net), 1e-5)
+    assert_close(found, values(net), 1e-5)
 
 
 @on_ranks(2, installed=(False, True))
@@ -314,7 +288,8 @@ def test_resuming_inside_a_window(rank: int, world: int, installed: bool) -> Non
     assert_equal(*results)
 
 
-def _compiled(rank: int, world: int) -> list[Any]:
+@on_ranks(2)
+def test_compiled(rank: int, world: int) -> None:
     """torch.compile around DistributedDataParallel against the plain one."""
     found = []
     for compiled in (False, True):
@@ -329,13 +304,8 @@ def _compiled(rank: int, world: int) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
         found.append(values(net))
-    return found
-
-
-def test_compiled(ranks: Ranks) -> None:
-    (plain, compiled), second = ranks("compiled")
-    assert_equal([*plain, *compiled], [*second[0], *second[1]])
-    assert_close(compiled, plain, 1e-6)
+        assert_alike(found[-1])
+    assert_close(*found, 1e-6)
 
 
 @on_ranks(2)
@@ -382,11 +352,3 @@ def test_unused_in_the_last_micro_step(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="find_unused_parameters=True"), accum:
         accum.backward(model(rank + 1.0, False))
     assert not accum.ready
-
-
-JOBS = [
-    *(Job(f"{name} on 2", 2, _windows, (case,)) for name, case in CASES.items()),
-    Job("tokens on 3", 3, _windows, (CASES["tokens"],)),
-    Job("mean on 4", 4, _windows, (CASES["mean"],)),
-    *(Job(work.__name__.lstrip("_"), 2, work) for work in (_overflow, _installed, _compiled)),
-]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
-from ranks import Job, on_ranks
+from ranks import assert_alike, on_ranks
 
 from .collectives import Collectives
 from .common import OddLayouts, assert_equal, batches, loss_of, make_model, values
@@ -59,51 +58,60 @@ CASES = {
 }
 
 
-def _clipped(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for clip in ("per_parameter", "lagged"):
-        found[clip] = _train(rank, {"views": True, "dtype": torch.float32, "clip": clip}, True)
+@on_ranks(3, case=CASES)
+def test_the_bits_of_the_step_after_backward(rank: int, world: int, case: str) -> None:
+    """And those of the gradients after remove(), which the hook that stays has reduced."""
+    released, plain = (_train(rank, CASES[case], released) for released in (True, False))
+    assert_equal(released, plain)
+    assert_alike(released[:6])
+
+
+@on_ranks(3, clip=("per_parameter", "lagged"))
+def test_ranks_stay_alike(rank: int, world: int, clip: str) -> None:
+    case = {"views": True, "dtype": torch.float32, "clip": clip}
+    assert_alike(_train(rank, case, True)[:6])
+
+
+@on_ranks(3)
+def test_gradients_of_other_optimizers_stay(rank: int, world: int) -> None:
+    net = make_model()
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
+    optimizer = faststep.optim.SGD(net[0].parameters(), lr=0.1)
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, batches([4])[0]).backward()
+    assert [param.grad is None for param in net.parameters()] == [True] * 2 + [False] * 4
+    release.remove()
+
+
+@on_ranks(3)
+def test_what_is_refused(rank: int, world: int) -> None:
     net = make_model()
     model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
     optimizer = faststep.optim.AdamW(net.parameters(), lr=0.01)
     release = faststep.release_gradients(model, optimizer)
 
-    other = make_model()
-    part = DistributedDataParallel(other, bucket_cap_mb=SMALL)
-    some = faststep.optim.SGD(other[0].parameters(), lr=0.1)
-    kept = faststep.release_gradients(part, some)
-    loss_of(part, batches([4])[0]).backward()
-    found["freed"] = [param.grad is None for param in other.parameters()]
-    kept.remove()
-
-    second, errors = faststep.optim.SGD([net[0].weight]), []
-    for refused in (
-        lambda: faststep.release_gradients(model, second),
-        lambda: faststep.release_gradients(
-            DistributedDataParallel(make_model(), find_unused_parameters=True), second
-        ),
-        lambda: faststep.release_gradients(
-            DistributedDataParallel(make_model(), static_graph=True), second
-        ),
-        lambda: faststep.release_gradients(_hooked_by_others(), second),
-    ):
-        try:
-            refused()
-        except (RuntimeError, TypeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
+    second = faststep.optim.SGD([net[0].weight])
+    with pytest.raises(RuntimeError, match="released already"):
+        faststep.release_gradients(model, second)
+    for option in ("find_unused_parameters", "static_graph"):
+        other = DistributedDataParallel(make_model(), **{option: True})
+        with pytest.raises(TypeError, match=f"{option}=True"):
+            faststep.release_gradients(other, second)
+    other = DistributedDataParallel(make_model())
+    Collectives(other).stop()  # it has a hook of another by now
+    with pytest.raises(TypeError, match="has one already"):
+        faststep.release_gradients(other, second)
     loss_of(model, batches([4])[0]).backward()
     optimizer.step()
     release.remove()
     # Gradients that come twice before a step: the error of the hook comes out of backward.
     again = faststep.release_gradients(model, optimizer)
     loss_of(model, batches([4])[0]).backward()
-    try:
+    with pytest.raises(RuntimeError, match="a second gradient of parameter"):
         loss_of(model, batches([4])[0]).backward()
-    except RuntimeError as error:
-        errors.append(str(error))
     dead = weakref.ref(again)
     del again
-    return {**found, "errors": errors, "dead": _dies(dead)}
+    assert _dies(dead)
 
 
 def _dies(reference: weakref.ref[Any]) -> bool:
@@ -113,19 +121,6 @@ def _dies(reference: weakref.ref[Any]) -> bool:
         gc.collect()
         time.sleep(0.01)
     return reference() is None
-
-
-def _hooked_by_others() -> DistributedDataParallel:
-    model = DistributedDataParallel(make_model())
-    Collectives(model).stop()
-    return model
-
-
-def _all(rank: int, world: int) -> dict[str, Any]:
-    found = _clipped(rank)
-    for name, case in CASES.items():
-        found[name] = [_train(rank, case, released) for released in (True, False)]
-    return found
 
 
 @on_ranks(2)
@@ -212,45 +207,3 @@ def test_the_module_inside_is_refused(rank: int, world: int) -> None:
     assert all(p.grad is None for p in alone.parameters())
     release.remove()
     assert len(found) == 3
-
-
-JOBS = [Job("release", 3, _all)]
-
-
-@pytest.fixture
-def answers(ranks: Callable[[str], list[Any]]) -> list[dict[str, Any]]:
-    """What three ranks found."""
-    return ranks("release")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_bits_of_the_step_after_backward(answers: list[dict[str, Any]], case: str) -> None:
-    """And those of the gradients after remove(), which the hook that stays has reduced."""
-    for answer in answers:
-        assert_equal(*answer[case])
-        assert_equal(answer[case][0][:6], answers[0][case][0][:6])
-
-
-@pytest.mark.parametrize("case", ["per_parameter", "lagged"])
-def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
-    for answer in answers:
-        assert_equal(answer[case][:6], answers[0][case][:6])
-
-
-def test_gradients_of_other_optimizers_stay(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        assert answer["freed"] == [True, True, False, False, False, False]
-
-
-def test_what_is_refused(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        released, unused, static, hooked, twice = answer["errors"]
-        assert "RuntimeError" in released
-        assert "released already" in released
-        assert "TypeError" in unused
-        assert "find_unused_parameters=True" in unused
-        assert "static_graph=True" in static
-        assert "TypeError" in hooked
-        assert "has one already" in hooked
-        assert "a second gradient of parameter" in twice
-        assert answer["dead"]

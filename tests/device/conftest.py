@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Machine]:
 
 @pytest.fixture(scope="session")
 def cuda_ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
-    """The results by rank of a job of CUDA_JOBS, in processes with a fake machine each."""
+    """The results by rank of a job of `on_cuda_ranks`, in processes with a fake machine each."""
     fake.build(fake.LIBRARY)
     return results_of(jobs_of(request.session.items, "CUDA_JOBS")).__getitem__
 

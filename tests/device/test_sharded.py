@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from faststep import zero
-from ranks import Job
+from ranks import on_cuda_cases
 from zero.common import OTHERS, Place
-from zero.test_exact import LOW, run
+from zero.test_exact import LOW, check_run
 
 from . import fake, nccl
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 KB = 1 / 1024  # MiB
 
 
@@ -63,13 +61,6 @@ def without_waiting(is_wanted: bool) -> Iterator[None]:
 DEVICE = Place(on_device, fake.claim, backward, without_waiting)
 
 
-def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    with machine(), pytest.MonkeyPatch.context() as patch:
-        if "room" in case:
-            patch.setattr(zero.hooks.reducer, "MOST_UNDER_WAY", case["room"])
-        return run(rank, world, {"steps": 6, **case}, DEVICE)
-
-
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{
@@ -95,17 +86,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "in forward, stage 1": (3, {**BASE, "gather": "forward", "stage": 1, "dtypes": LOW}),
     "little room": (2, {**BASE, "mb": KB, "room": 50_000}),
 }
-CUDA_JOBS = [Job(f"cuda: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]
-Ranks = Callable[[str], list[Any]]
 
 
-def test_the_norm_has_the_same_bits_on_every_rank(cuda_ranks: Ranks) -> None:
-    for name, (_, case) in CASES.items():
-        if case.get("clip") is not None:
-            assert len({result["norm"] for result in cuda_ranks(f"cuda: {name}")}) == 1, name
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_bits_of_one_process(name: str, cuda_ranks: Ranks) -> None:
-    results = cuda_ranks(f"cuda: {name}")
-    assert [result["wrong"] for result in results] == [[]] * len(results)
+@on_cuda_cases((world, name) for name, (world, _) in CASES.items())
+def test_bits_of_one_process(rank: int, world: int, name: str) -> None:
+    case = CASES[name][1]
+    with machine(), pytest.MonkeyPatch.context() as patch:
+        if "room" in case:
+            patch.setattr(zero.hooks.reducer, "MOST_UNDER_WAY", case["room"])
+        check_run(rank, world, {"steps": 6, **case}, DEVICE)

@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import faststep
@@ -16,8 +15,6 @@ from zero.common import SHAPES, Given, differences, grads_for, mean_of
 
 from . import fake
 from .test_sharded import backward, machine, on_device
-
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 class _PlantedError(Exception):

@@ -19,17 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 import faststep
 from faststep import zero
 from faststep._torch.ddp import is_inside_backward
-from ranks import Job, on_cuda_ranks
+from ranks import on_cuda_ranks
 from zero.common import SHAPES as ALL_SHAPES
 from zero.common import Given, differences, grads_for, mean_of, optimizer_of, states_differ
-from zero.test_scalers import OPTIONS, SCALED, check_scaled, scaled
+from zero.test_scalers import OPTIONS, SCALED, check_scaled
 
 from . import fake
 from .common import scaler_on
 from .test_sharded import DEVICE, backward, machine, on_device, without_waiting
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(200, 100), (100,), (40000,), (7,)]
 
 
@@ -42,21 +40,19 @@ def _give(whole: nn.Module, parts: list[list[Any]], factor: float = 1.0) -> None
         param.grad = mean_of([None if row is None else row * factor for row in rows])
 
 
-def _scaled(rank: int, world: int, ours: bool, how: str) -> dict[str, Any]:
+@on_cuda_ranks(2, name=SCALED)
+def test_scalers_skip_on_every_rank(rank: int, world: int, name: str) -> None:
+    whose, how = name.split(", ")
     with machine():
         scaler, other = scaler_on(0, **OPTIONS), scaler_on(None, **OPTIONS)
-        if not ours:
+        if whose == "torch":
             scaler = torch.amp.GradScaler("cpu", **OPTIONS)
             scaler._lazy_init_scale_growth_tracker(torch.device("cuda", 0))
-        return scaled(rank, world, how, (scaler, other), DEVICE)
+        check_scaled(rank, world, how, (scaler, other), DEVICE)
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_scalers_skip_on_every_rank(name: str, cuda_ranks: Ranks) -> None:
-    check_scaled(cuda_ranks(f"cuda scaled: {name}"))
-
-
-def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
+@on_cuda_ranks(2, stage=(1, 2), how=("no_sync", "per micro-step"))
+def test_accumulated_windows(rank: int, world: int, stage: Any, how: str) -> None:
     """Windows of three micro-steps: sent at the end of each, or only after the last one."""
     with machine() as ranks:
         model, whole = _pair()
@@ -67,18 +63,13 @@ def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         reference = faststep.optim.AdamW(whole.parameters(), lr=0.01, max_grad_norm=1.0)
         other = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
-        accum = faststep.accumulate(optimizer, 3, model=model) if how == "accumulate" else None
         wrong, sent = [], []
         for window in range(3):
             micro = [[grads_for(model, r, window, m) for r in range(world)] for m in range(3)]
             ranks.sent.clear()
-            with without_waiting(window > 0 and how != "accumulate"):
+            with without_waiting(window > 0):
                 for number, parts in enumerate(micro):
                     loss = model(parts[rank])
-                    if accum is not None:
-                        with accum:
-                            accum.backward(loss.as_subclass(torch.Tensor))
-                        continue
                     quiet = how == "no_sync" and number < 2
                     with optimizer.no_sync() if quiet else contextlib.nullcontext():
                         backward(loss)
@@ -95,7 +86,8 @@ def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
             ]
         wrong += states_differ(optimizer, reference)
         laid_out = sum(bucket.nbytes for bucket in optimizer._engine.buckets)
-        return {"wrong": wrong, "sent": sent, "bytes": laid_out}
+        assert not wrong, wrong
+        assert sent == [laid_out * (3 if how == "per micro-step" else 1) / 2] * 3
 
 
 @on_cuda_ranks(2)
@@ -138,18 +130,6 @@ def _sums(micro: list[Any], how: str, world: int) -> list[list[Tensor]]:
     ranks = list(zip(*micro, strict=True))
     added = [[(a + b) + c for a, b, c in zip(*windows, strict=True)] for windows in ranks]
     return [[t / 3 for t in one] for one in added] if how == "accumulate" else added
-
-
-ACCUMULATED = [(1, "no_sync"), (2, "no_sync"), (2, "per micro-step"), (1, "per micro-step")]
-
-
-@pytest.mark.parametrize("case", ACCUMULATED)
-def test_accumulated_windows(case: tuple[int, str], cuda_ranks: Ranks) -> None:
-    times = 3 if case[1] == "per micro-step" else 1
-    for result in cuda_ranks(f"cuda accumulated: {case}"):
-        assert result["wrong"] == []
-        for sent in result["sent"]:
-            assert sent == times * result["bytes"] / 2
 
 
 @on_cuda_ranks(3, name=("AdamW", "momentum", "torch AdamW"))
@@ -386,15 +366,6 @@ def test_what_is_refused(rank: int, world: int) -> None:
             patch.setattr(zero.transport.group, "is_capturing", lambda: True)
             with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
                 optimizer.step()
-
-
-CUDA_JOBS = [
-    *(
-        Job(f"cuda scaled: {name}", 2, _scaled, (name.startswith("ours"), name.partition(", ")[2]))
-        for name in SCALED
-    ),
-    *(Job(f"cuda accumulated: {case}", 2, _accumulated, case) for case in ACCUMULATED),
-]
 
 
 def _engine_run_backward(call: Callable[[], bool]) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import faststep
 import faststep.optim
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
 
 from .common import Twins, backward, fully_sharded, local, locals_of, whole
 
@@ -55,13 +55,6 @@ def counted() -> Iterator[list[Any]]:
 def exact_norm(params: Any, order: float = 2.0) -> float:
     grads = [whole(param.grad).double().flatten() for param in params if param.grad is not None]
     return float(torch.linalg.vector_norm(torch.cat(grads), order))
-
-
-def same_everywhere(value: Tensor) -> None:
-    """On all ranks, bit for bit."""
-    all_values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_values, value.clone())
-    assert all(torch.equal(value, other) for other in all_values), all_values
 
 
 def mixed_params(world: int) -> list[Any]:
@@ -133,7 +126,7 @@ def test_in_the_step(rank: int, world: int) -> None:
                 optimizer.step()
             assert len(groups) == 1
             assert optimizer.last_grad_norm.item() == pytest.approx(norm, rel=1e-6)
-            same_everywhere(optimizer.last_grad_norm)
+            assert_alike([optimizer.last_grad_norm])
             check_twins(twins)
             after = locals_of(param.grad for param in model.parameters())
             assert all(map(torch.equal, before, after))
@@ -157,7 +150,7 @@ def test_hybrid(rank: int, world: int) -> None:
             optimizer.step()
         assert groups == [mesh.get_group("shard")]
         assert optimizer.last_grad_norm.item() == pytest.approx(norm, rel=1e-6)
-        same_everywhere(optimizer.last_grad_norm)
+        assert_alike([optimizer.last_grad_norm])
         assert faststep.clip_grad_norm_(model.parameters(), 1.0).item() == pytest.approx(norm)
         optimizer.zero_grad()
 
@@ -192,7 +185,7 @@ def test_two_dimensional(rank: int, world: int) -> None:
             optimizer.step()
         assert len(groups) == len(set(groups)) == 2
         assert optimizer.last_grad_norm.item() == pytest.approx(norm, rel=1e-6)
-        same_everywhere(optimizer.last_grad_norm)
+        assert_alike([optimizer.last_grad_norm])
         check_twins(twins)
         found = faststep.clip_grad_norm_(model.parameters(), 1.0)
         assert found.item() == pytest.approx(norm, rel=1e-6)
@@ -230,7 +223,7 @@ def test_several_meshes(rank: int, world: int) -> None:
         assert len(seen) == len(expected)
         assert set(seen) == expected
         assert optimizer.last_grad_norm.item() == pytest.approx(norm, rel=1e-6)
-        same_everywhere(optimizer.last_grad_norm)
+        assert_alike([optimizer.last_grad_norm])
         check_twins(twins)
 
 
@@ -246,7 +239,7 @@ def test_on_one_rank_only(rank: int, world: int) -> None:
         norm = math.sqrt(9.0 * locals_of([param])[0].numel())
         if rank == 0:
             assert optimizer.last_grad_norm.item() == pytest.approx(norm)
-        same_everywhere(optimizer.last_grad_norm)
+        assert_alike([optimizer.last_grad_norm])
 
 
 @on_ranks(2, 4)
@@ -263,7 +256,7 @@ def test_by_functions(rank: int, world: int) -> None:
         assert type(found) is DTensor
         assert found.item() == pytest.approx(norm, rel=1e-6)
         assert torch.equal(found.full_tensor(), found.to_local())
-        same_everywhere(found.to_local())
+        assert_alike([found.to_local()])
         factor = min(1.0, limit / (norm + 1e-6))
         for param, grad in zip(params, before, strict=True):
             torch.testing.assert_close(whole(param.grad), grad * factor)
@@ -394,7 +387,7 @@ def test_watched(rank: int, world: int) -> None:
             scaler.update(4.0)
             skipped.append(optimizer.step_was_skipped)
             if step != 1:
-                same_everywhere(optimizer.last_grad_norm)
+                assert_alike([optimizer.last_grad_norm])
             optimizer.zero_grad()
         assert skipped == [False, True, False]
         results.append([optimizer.last_grad_norm, *map(whole, model.parameters())])

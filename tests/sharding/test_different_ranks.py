@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 import faststep
 import faststep.optim
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
 
 from .common import local, locals_of
-from .test_clipping import counted, mixed_params, same_everywhere
+from .test_clipping import counted, mixed_params
 
 LIMIT = 0.5
 SCALE = 8.0
@@ -51,7 +51,7 @@ def test_clip(rank: int, world: int) -> None:
         assert type(norm) is DTensor
         assert norm.dtype == torch.float32
         assert norm.item() == pytest.approx(exact)
-        same_everywhere(norm.to_local())
+        assert_alike([norm.to_local()])
         if rank < world - 1:
             for param in params:
                 torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_clip_without_those_of_a_mesh(rank: int, world: int) -> None:
         dist.all_gather_object(counts, len(groups))
         assert len(groups) > 0
         assert len(set(counts)) == 1
-        same_everywhere(local(norm))
+        assert_alike([local(norm)])
 
 
 @on_ranks(2)
@@ -170,7 +170,7 @@ def test_step_that_fails_on_one_rank(rank: int, world: int) -> None:
         assert all(map(torch.equal, values, locals_of(params)))
         params[2].grad = torch.ones(3)
         optimizer.step()
-        same_everywhere(optimizer.last_grad_norm)
+        assert_alike([optimizer.last_grad_norm])
         assert not torch.equal(values[2], params[2].detach())
 
 

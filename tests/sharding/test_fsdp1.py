@@ -15,10 +15,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import faststep
 import faststep.optim
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
 
 from .common import backward, net
-from .test_clipping import counted, same_everywhere
+from .test_clipping import counted
 
 LIMIT = 0.3
 SCALE = 64.0
@@ -62,7 +62,7 @@ def test_trains(rank: int, world: int) -> None:
                 reference.step()
                 assert optimizer.last_grad_norm is not None
                 torch.testing.assert_close(optimizer.last_grad_norm, norm.float())
-                same_everywhere(optimizer.last_grad_norm)
+                assert_alike([optimizer.last_grad_norm])
                 for one in (optimizer, reference):
                     one.zero_grad()
                 for mine, its in zip(params, theirs, strict=True):
@@ -95,7 +95,7 @@ def test_scaled(rank: int, world: int) -> None:
             optimizer.zero_grad()
         if max_norm is not None:
             assert optimizer.last_grad_norm is not None
-            same_everywhere(optimizer.last_grad_norm)
+            assert_alike([optimizer.last_grad_norm])
 
 
 @on_ranks(2)

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import faststep
 import faststep.optim
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
 
 from .common import Twins, backward, fully_sharded, local, locals_of, whole
-from .test_clipping import counted, exact_norm, same_everywhere
+from .test_clipping import counted, exact_norm
 
 LIMIT = 0.3
 
@@ -125,7 +125,7 @@ def test_several_dtypes(rank: int, world: int) -> None:
     found: Any = faststep.clip_grad_norm_(params, LIMIT)
     assert found.dtype == torch.float64
     assert found.item() == pytest.approx(norm, rel=1e-6)
-    same_everywhere(local(found))
+    assert_alike([local(found)])
     factor = LIMIT / (norm + 1e-6)
     for param, start in zip(params, twins.plain, strict=True):
         assert param.grad.dtype == param.dtype == start.dtype

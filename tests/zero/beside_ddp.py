@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
-from ranks import Job
 
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -125,13 +124,12 @@ def _compared(
 
 
 class Table(NamedTuple):
-    """Scripts, and those that are not trained as DistributedDataParallel does.
+    """Scripts by name, and those that are not trained as DistributedDataParallel does.
 
     Stage 3 refuses some: `refused` has a part of the text; stages 1 and 2 those `refused_below`.
     Others are `left_out` at stage 3, for a reason. And in those of `as_torch` fully_shard differs
     in the same way. Scripts `on_three` ranks are not run on two."""
 
-    title: str
     scripts: Mapping[str, Script]
     refused: Mapping[str, str] = {}
     refused_below: Mapping[str, str] = {}
@@ -139,30 +137,22 @@ class Table(NamedTuple):
     as_torch: Sequence[str] = ()
     on_three: Sequence[str] = ()
 
-    def cases(self) -> list[tuple[str, int]]:
-        """The names of the scripts, and on how many ranks each is run."""
-        usual = [(name, world) for name in self.scripts for world in RANKS]
-        return list(dict.fromkeys((n, 3 if w == 2 and n in self.on_three else w) for n, w in usual))
-
-    def jobs(self) -> list[Job]:
-        found = []
-        for name, world in self.cases():
-            # More than two ranks add up in another order than DistributedDataParallel's, which
-            # Adam makes visible in fp32 where a gradient is almost zero.
-            is_wide = world > 2 and name not in self.on_three
-            dtype = torch.float64 if is_wide else torch.float32
-            args = (self.scripts[name], self._kinds(name), dtype)
-            found.append(Job(f"{self.title}: {name} on {world}", world, _compared, args))
-        return found
+    def cases(self) -> list[tuple[int, str]]:
+        """On how many ranks each script is run, and its name."""
+        usual = [(world, name) for name in self.scripts for world in RANKS]
+        return list(dict.fromkeys((3 if w == 2 and n in self.on_three else w, n) for w, n in usual))
 
     def _kinds(self, name: str) -> list[str]:
         gone = [] if name in self.as_torch else ["fully_shard"]
         gone += ["stage 3"] if name in self.left_out else []
         return [kind for kind in KINDS if kind not in gone]
 
-    def check(self, said: Mapping[str, Any], name: str) -> None:
-        assert [*said] == self._kinds(name)
-        said = dict(said)
+    def check(self, rank: int, world: int, name: str) -> None:
+        # More than two ranks add up in another order than DistributedDataParallel's, which Adam
+        # makes visible in fp32 where a gradient is almost zero.
+        is_wide = world > 2 and name not in self.on_three
+        dtype = torch.float64 if is_wide else torch.float32
+        said = _compared(rank, world, self.scripts[name], self._kinds(name), dtype)
         torchs, third = said.pop("fully_shard", None), said.pop("stage 3", None)
         if name in self.refused:
             assert self.refused[name] in str(third), third

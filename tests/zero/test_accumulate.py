@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import faststep
 from faststep import zero
-from ranks import Job
+from faststep._torch.dtensor import full_tensor
+from ranks import assert_alike, on_ranks
 
 from .common import Given, grads_for
 
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(200, 100), (100,), (7,)]
 
 
-def _windows(rank: int, world: int, normalize: Any, stage: int, how: str) -> dict[str, Any]:
+CASES: dict[str, tuple[Any, Any, str]] = {
+    "mean": ("mean", 1, ""),
+    "mean, clipped by the step": ("mean", 2, "step"),
+    "sum": ("sum", 2, ""),
+    "tokens, clipped by hand": ("tokens", 2, "by hand"),
+    "tokens": ("tokens", 1, ""),
+    "tokens at stage 3": ("tokens", 3, "step"),
+    "mean at stage 3": ("mean", 3, "by hand"),
+}
+
+
+@on_ranks(2, case=CASES)
+def test_windows(rank: int, world: int, case: str) -> None:
     """Windows of 3, the last one flushed after 2 (on rank 1 after 1), against one process."""
+    normalize, stage, how = CASES[case]
     model, whole = Given(SHAPES, [torch.float32]), Given(SHAPES, [torch.float64])
     clip = 1.0 if how else None
     optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=0.1), stage=stage)
@@ -30,7 +40,7 @@ def _windows(rank: int, world: int, normalize: Any, stage: int, how: str) -> dic
     if how == "step":
         optimizer.max_grad_norm = clip
     accum = faststep.accumulate(optimizer, 3, normalize=normalize, model=model)
-    far, calls = [], []
+    calls: list[int] = []
     exchange = dist.all_to_all_single
     dist.all_to_all_single = lambda *a, **k: (calls.append(1), exchange(*a, **k))[1]
     for window in range(3):
@@ -60,37 +70,12 @@ def _windows(rank: int, world: int, normalize: Any, stage: int, how: str) -> dic
         for number, param in enumerate(whole.parameters()):
             param.grad = _sum([grads_for(model, r, m, window)[number] for r, m in parts]) / divisor
         reference.step()
-        far.append(
-            max(
-                float((_whole(a).double() - b).abs().max())
-                for a, b in zip(model.parameters(), whole.parameters(), strict=True)
-            )
-        )
+        values = [full_tensor(p.detach()) for p in model.parameters()]
+        for value, expected in zip(values, whole.parameters(), strict=True):
+            assert float((value.double() - expected).abs().max()) < 1e-5
     dist.all_to_all_single = exchange
-    return {"far": far, "values": [_whole(p).clone() for p in model.parameters()]}
-
-
-def _whole(param: Tensor) -> Tensor:
-    param = param.detach()
-    return param.full_tensor() if isinstance(param, DTensor) else param
+    assert_alike(values)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
     return sum((part.double() for part in parts[1:]), start=parts[0].double())
-
-
-CASES = [
-    *[("mean", 1, ""), ("mean", 2, "step"), ("sum", 2, "")],
-    *[("tokens", 2, "by hand"), ("tokens", 1, "")],
-    *[("tokens", 3, "step"), ("mean", 3, "by hand")],
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_windows(case: tuple[str, int, str], ranks: Ranks) -> None:
-    first, second = ranks(f"windows of {case}")
-    assert max(*first["far"], *second["far"]) < 1e-5
-    assert all(torch.equal(a, b) for a, b in zip(first["values"], second["values"], strict=True))
-
-
-JOBS = [Job(f"windows of {case}", 2, _windows, case) for case in CASES]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from .beside_ddp import UNEVEN, Run, Script, Table
+from ranks import on_cases
 
-Ranks = Callable[[str], list[Any]]
+from .beside_ddp import UNEVEN, Run, Script, Table
 
 
 class _Net(nn.Module):
@@ -174,7 +172,6 @@ SCRIPTS: dict[str, Script] = {
     "join": _join,
 }
 TABLE = Table(
-    "beside ddp",
     SCRIPTS,
     refused={"join": "Join does not support shard(stage=3)"},
     left_out={
@@ -185,10 +182,6 @@ TABLE = Table(
 )
 
 
-@pytest.mark.parametrize(("name", "world"), TABLE.cases())
-def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
-    for said in ranks(f"beside ddp: {name} on {world}"):
-        TABLE.check(said, name)
-
-
-JOBS = TABLE.jobs()
+@on_cases(TABLE.cases())
+def test_the_parameters_of_ddp(rank: int, world: int, name: str) -> None:
+    TABLE.check(rank, world, name)

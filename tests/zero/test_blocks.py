@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import faststep.optim
 from faststep import zero
+from faststep._torch.dtensor import full_tensor
 from faststep.zero.stage3.blocks import blocks_of
-from ranks import Job, on_ranks
-
-Ranks = Callable[[str], list[Any]]
+from ranks import on_ranks
 
 
 class _Attention(nn.Module):
@@ -304,8 +303,7 @@ def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def _whole(model: nn.Module) -> list[Tensor]:
-    params: Sequence[Any] = list(model.parameters())
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
+    return [full_tensor(param.detach()) for param in model.parameters()]
 
 
 def _twin(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
@@ -325,9 +323,10 @@ def _close(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
-def _trained(rank: int, world: int, name: str) -> dict[str, Any]:
-    """Three steps with the default blocks, clipped by the largest element, and in one process."""
-    make, _ = MODELS[name]
+@on_ranks(2, name=MODELS)
+def test_default_blocks_train_as_one_process_does(rank: int, world: int, name: str) -> None:
+    """Three steps with the default blocks, clipped by several norms, and in one process."""
+    make, expected = MODELS[name]
     torch.manual_seed(3)
     model = make()
     twin = _twin(model, make)
@@ -342,41 +341,28 @@ def _trained(rank: int, world: int, name: str) -> dict[str, Any]:
         optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3)
     logger.removeHandler(handler)
     plain = torch.optim.SGD(twin.parameters(), lr=0.5)
-    norms = []
     for step, order in enumerate((math.inf, 1.0, 2.0)):
         _loss(model, rank, step).backward()
         _loss(twin, rank, step).backward()
         _reduce(twin, world)
         mine: Any = optimizer.clip_grad_norm_(0.01, order)
         theirs = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01, order)
-        norms.append(bool(torch.isclose(mine.full_tensor(), theirs, rtol=1e-3)))
+        assert torch.isclose(mine.full_tensor(), theirs, rtol=1e-3)
         optimizer.step()
         plain.step()
         optimizer.zero_grad()
         plain.zero_grad()
     sharded = [path for path, one in model.named_modules() if isinstance(one, FSDPModule)]
-    return {
-        "blocks": list(optimizer.blocks),
-        "sharded": sharded[1:],
-        "norms": norms,
-        "same": _close(_whole(model), _whole(twin)),
-        "logged": [text for text in records if "shard(stage=3)" in text],
-        "warned": [str(one.message) for one in warned if "shard(stage=3)" in str(one.message)],
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_default_blocks_train_as_one_process_does(ranks: Ranks, name: str) -> None:
-    for rank, said in enumerate(ranks(f"blocks {name}")):
-        assert said["blocks"] == said["sharded"] == MODELS[name][1]
-        assert said["norms"] == [True] * 3
-        assert said["same"]
-        assert len(said["logged"]) == 1
-        assert all(block in said["logged"][0] for block in said["blocks"])
-        if rank or name not in ("once", "shared"):
-            assert said["warned"] == []
-    (text,) = ranks("blocks once")[0]["warned"]
-    assert "what is outside of blocks (no blocks) holds 100% of the model's parameters" in text
+    assert list(optimizer.blocks) == sharded[1:] == expected
+    assert _close(_whole(model), _whole(twin))
+    (logged,) = [text for text in records if "shard(stage=3)" in text]
+    assert all(block in logged for block in expected)
+    warnings_of_blocks = [text for one in warned if "shard(stage=3)" in (text := str(one.message))]
+    if rank or name not in ("once", "shared"):
+        assert warnings_of_blocks == []
+    elif name == "once":
+        (text,) = warnings_of_blocks
+        assert "what is outside of blocks (no blocks) holds 100% of the model's parameters" in text
 
 
 class _Pair(nn.Module):
@@ -421,7 +407,7 @@ def test_two_optimizers_over_one_model(rank: int, world: int, how: str) -> None:
             params = [p for group in one.param_groups for p in group["params"]]
             clip = torch.nn.utils.clip_grad_norm_ if is_plain else None
             norm: Any = clip(params, 0.1) if clip else one.clip_grad_norm_(0.1)
-            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+            norms.append(float(full_tensor(norm)))
             one.step()
         for one in some:
             one.zero_grad()
@@ -450,16 +436,7 @@ def test_two_optimizers_over_one_model(rank: int, world: int, how: str) -> None:
         sharded = [first, zero.shard(model, new, stage=3)]
     for number in (3, 4, 5):
         norms.append((step(model, sharded, number, False), step(twin, plain, number, True)))
-    said = {
-        "norms": [mine == pytest.approx(theirs, rel=1e-3) for mine, theirs in norms],
-        "same": _close(_whole(model), _whole(twin)),
-        "dtensors": all(isinstance(param, DTensor) for param in model.parameters()),
-    }
-    assert all(said["norms"])
-    assert said["same"]
-    assert said["dtensors"]
-
-
-JOBS = [
-    *(Job(f"blocks {name}", 2, _trained, (name,)) for name in MODELS),
-]
+    for mine, theirs in norms:
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    assert _close(_whole(model), _whole(twin))
+    assert all(isinstance(param, DTensor) for param in model.parameters())

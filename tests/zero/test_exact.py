@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from faststep import zero
-from ranks import Job
+from ranks import assert_alike, on_cases
 
 from .common import (
     HOST,
@@ -54,7 +52,7 @@ def _groups(rank: int, world: int, nodes: int) -> dict[str, Any]:
     return {"process_group": inside[rank // size], "replicate_group": across[rank % size]}
 
 
-def run(rank: int, world: int, case: dict[str, Any], place: Place = HOST) -> dict[str, Any]:
+def check_run(rank: int, world: int, case: dict[str, Any], place: Place = HOST) -> None:
     """Train sharded, and as one process with the gradients of all ranks."""
     dtypes = case.get("dtypes", [torch.float32])
     model, whole = place.moved(Given(SHAPES, dtypes)), Given(SHAPES, dtypes)
@@ -122,7 +120,9 @@ def run(rank: int, world: int, case: dict[str, Any], place: Place = HOST) -> dic
             wrong.append(f"step {step}: gradients after zero_grad()")
     if case["optimizer"] != "int8":  # its scales are cut otherwise than other states
         wrong += states_differ(sharded, reference)
-    return {"wrong": wrong, "norm": None if norm is None else float(norm)}
+    assert not wrong, wrong
+    if norm is not None:
+        assert_alike([torch.tensor(float(norm))])
 
 
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1, "clip": 1.0}
@@ -161,14 +161,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 nodes, by hand": (4, {**BASE, "nodes": 2, "how": "by hand", "optimizer": "momentum"}),
     "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
 }
-JOBS = [Job(f"exact: {name}", world, run, (case,)) for name, (world, case) in CASES.items()]
-Ranks = Callable[[str], list[Any]]
 
 
-@pytest.mark.jobs("exact: {name}")
-@pytest.mark.parametrize("name", CASES)
-def test_bits_of_one_process(name: str, ranks: Ranks) -> None:
-    results = ranks(f"exact: {name}")
-    assert [result["wrong"] for result in results] == [[]] * len(results)
-    if CASES[name][1]["clip"] is not None:
-        assert len({result["norm"] for result in results}) == 1
+@on_cases((world, name) for name, (world, _) in CASES.items())
+def test_bits_of_one_process(rank: int, world: int, name: str) -> None:
+    check_run(rank, world, CASES[name][1])

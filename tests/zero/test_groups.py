@@ -7,19 +7,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from faststep import zero
 from faststep.zero.hooks.unowned import Unowned
-from ranks import on_ranks
+from ranks import on_cases, on_ranks
 
 from .beside_ddp import Run, Table, whole
 from .common import error_of
-
-Ranks = Callable[[str], list[Any]]
 
 
 class _Net(nn.Module):
@@ -258,7 +255,6 @@ def _script(name: str, run: Run) -> None:
 
 
 TABLE = Table(
-    "groups",
     {name: functools.partial(_script, name) for name in SCRIPTS},
     refused={"adapters": "a parameter group cannot be added at stage 3 if its parameters are new"},
     as_torch=["by hand", "saved"],
@@ -266,11 +262,9 @@ TABLE = Table(
 )
 
 
-@pytest.mark.jobs("groups: {name} on {world}")
-@pytest.mark.parametrize(("name", "world"), TABLE.cases())
-def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
-    for said in ranks(f"groups: {name} on {world}"):
-        TABLE.check(said, name)
+@on_cases(TABLE.cases())
+def test_the_parameters_of_ddp(rank: int, world: int, name: str) -> None:
+    TABLE.check(rank, world, name)
 
 
 @on_ranks(2)
@@ -315,6 +309,3 @@ def test_a_parameter_that_is_taken_over_leaves_no_mark() -> None:
     unowned.leave([leaves])
     assert unowned.touched == {id(stays)}
     assert unowned.ids() == {id(stays)}
-
-
-JOBS = TABLE.jobs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import Given, differences, grads_for, mean_of
 
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(200, 100), (100,), (40000,), (7,)]
 
 
@@ -34,7 +32,7 @@ def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 # ---- against DistributedDataParallel
 
 
-def _like_ddp(rank: int, world: int, stage: int, steps: int, how: str = "") -> dict[str, Any]:
+def _like_ddp(rank: int, world: int, stage: Any, steps: int, how: str = "") -> None:
     losses: dict[str, list[float]] = {}
     values = []
     for kind in ("ddp", "sharded"):
@@ -70,29 +68,26 @@ def _like_ddp(rank: int, world: int, stage: int, steps: int, how: str = "") -> d
             optimizer.zero_grad()
             losses[kind].append(loss.item())
         values.append([p.detach().clone() for p in model.parameters()])
-    far = max(float((a - b).abs().max()) for a, b in zip(*values, strict=True))
-    return {"losses": losses, "differ": differences(*values), "far": far}
+    if world == 2:
+        assert losses["ddp"] == losses["sharded"]
+        assert differences(*values) == []
+    else:
+        assert max(float((a - b).abs().max()) for a, b in zip(*values, strict=True)) < 1e-4
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_two_ranks_have_the_bits_of_ddp(stage: int, steps: int, ranks: Ranks) -> None:
-    for result in ranks(f"like DDP on 2, stage {stage}, {steps}"):
-        assert result["losses"]["ddp"] == result["losses"]["sharded"]
-        assert result["differ"] == []
+@on_ranks(2, stage=(1, 2), steps=(1, 3))
+def test_two_ranks_have_the_bits_of_ddp(rank: int, world: int, stage: Any, steps: int) -> None:
+    _like_ddp(rank, world, stage, steps)
 
 
-@pytest.mark.parametrize("how", ["wrapped", "views"])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_model_inside_ddp_is_taken_over(how: str, steps: int, ranks: Ranks) -> None:
-    for result in ranks(f"{how} in DDP, {steps}"):
-        assert result["losses"]["ddp"] == result["losses"]["sharded"]
-        assert result["differ"] == []
+@on_ranks(2, how=("wrapped", "views"), steps=(1, 3))
+def test_a_model_inside_ddp_is_taken_over(rank: int, world: int, how: str, steps: int) -> None:
+    _like_ddp(rank, world, 2, steps, how)
 
 
-def test_three_ranks_are_like_ddp(ranks: Ranks) -> None:
-    for result in ranks("like DDP on 3"):
-        assert result["far"] < 1e-4
+@on_ranks(3)
+def test_three_ranks_are_like_ddp(rank: int, world: int) -> None:
+    _like_ddp(rank, world, 2, 1)
 
 
 # ---- volume and memory
@@ -141,8 +136,9 @@ class _Counted:
 
 
 def _volume(
-    rank: int, world: int, micro: int, quiet: bool, wrapped: bool = False
-) -> dict[str, Any]:
+    rank: int, world: int, expected: float, micro: int, quiet: bool = True, wrapped: bool = False
+) -> None:
+    """What ranks send in a step of so many passes, in bytes of the parameters."""
     inside = Given([(700, 700), (700,), (300, 900), (512,)] * 3, [torch.float32])
     model: Any = DistributedDataParallel(inside) if wrapped else inside
     optimizer = zero.shard(
@@ -152,13 +148,12 @@ def _volume(
     optimizer.step()
     optimizer.zero_grad()
     counted = _Counted(rank, world)
-    in_backward = 0
     for step in range(micro):
         before = counted.calls
         if quiet and step + 1 < micro:
             with optimizer.no_sync():
                 model(grads_for(model, rank, step)).backward()
-            in_backward += counted.calls - before
+            assert counted.calls == before
         else:
             model(grads_for(model, rank, step)).backward()
     optimizer.step()
@@ -168,44 +163,35 @@ def _volume(
         assert all(p.grad.data_ptr() == 0 for p in model.parameters())
     padded = sum(b.layout.size * b.layout.dtype.itemsize for b in optimizer._engine.buckets)
     assert padded < 1.03 * psi
-    held = {t.untyped_storage().data_ptr(): t for s in optimizer.state.values() for t in s.values()}
-    return {
-        "sent": counted.sent / padded,
-        "while quiet": in_backward,
-        "states": sum(t.untyped_storage().nbytes() for t in held.values()) / psi,
-        "slices": sum(b.values.nbytes for b in optimizer._engine.buckets) / psi,
-        "whole": sum(p.grad.data_ptr() != 0 for p in model.parameters())
-        + sum(b._buffer is not None for b in optimizer._engine.buckets),
-    }
+    sent = torch.tensor(counted.sent / padded)
+    assert sent < 1.03 * expected
+    dist.all_reduce(sent)
+    assert float(sent) / world == pytest.approx(expected, rel=0.01)
+    if micro == 1:
+        held = [value.untyped_storage() for s in optimizer.state.values() for value in s.values()]
+        states = sum({one.data_ptr(): one.nbytes() for one in held}.values())
+        slices = sum(bucket.values.nbytes for bucket in optimizer._engine.buckets)
+        assert states / psi == pytest.approx(2 / world, rel=0.05)
+        assert slices / psi == pytest.approx(1 / world, rel=0.05)
+        assert all(p.grad.data_ptr() == 0 for p in model.parameters())
+        assert all(bucket._buffer is None for bucket in optimizer._engine.buckets)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("micro", [1, 2, 8])
-def test_volume_is_two_psi(world: int, micro: int, ranks: Ranks) -> None:
-    results = ranks(f"volume of {micro} quiet on {world}")
-    expected = 2 * (world - 1) / world
-    sent = [result["sent"] for result in results]
-    assert sum(sent) / world == pytest.approx(expected, rel=0.01)
-    assert max(sent) == pytest.approx(expected, rel=0.03)
-    assert [result["while quiet"] for result in results] == [0] * world
+@on_ranks(2, 4, micro=(1, 2, 8))
+def test_volume_is_two_psi_and_memory_that_of_the_formula(
+    rank: int, world: int, micro: int
+) -> None:
+    _volume(rank, world, 2 * (world - 1) / world, micro)
 
 
-def test_volume_of_a_wrapped_model(ranks: Ranks) -> None:
-    sent = [result["sent"] for result in ranks("volume when wrapped")]
-    assert sum(sent) / 2 == pytest.approx(1.0, rel=0.01)
+@on_ranks(2)
+def test_volume_of_a_wrapped_model(rank: int, world: int) -> None:
+    _volume(rank, world, 1.0, 2, wrapped=True)
 
 
-def test_slices_per_micro_step_have_the_documented_volume(ranks: Ranks) -> None:
-    sent = [result["sent"] for result in ranks("volume of 8 loud on 2")]
-    assert sum(sent) / 2 == pytest.approx((8 + 1) / 2, rel=0.01)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_memory_is_that_of_the_formula(world: int, ranks: Ranks) -> None:
-    for result in ranks(f"volume of 1 quiet on {world}"):
-        assert result["states"] == pytest.approx(2 / world, rel=0.05)
-        assert result["slices"] == pytest.approx(1 / world, rel=0.05)
-        assert result["whole"] == 0
+@on_ranks(2)
+def test_slices_per_micro_step_have_the_documented_volume(rank: int, world: int) -> None:
+    _volume(rank, world, (8 + 1) / 2, 8, quiet=False)
 
 
 # ---- accumulation
@@ -215,9 +201,7 @@ def _without_one(grads: list[Tensor], without: bool) -> list[Any]:
     return [None if number == 1 and without else grad for number, grad in enumerate(grads)]
 
 
-def _accumulated(
-    rank: int, world: int, stage: int, quiet: str, wrapped: bool = False
-) -> dict[str, Any]:
+def _accumulated(rank: int, world: int, stage: Any, quiet: str, wrapped: bool = False) -> None:
     """Micro-steps whose gradients add up; parameter 1 is used in the first one only."""
     inside, whole = Given(SHAPES, [torch.float32]), Given(SHAPES, [torch.float32])
     model: Any = DistributedDataParallel(inside) if wrapped else inside
@@ -249,7 +233,7 @@ def _accumulated(
         else:
             optimizer.zero_grad(set_to_none=window == 0)
         reference.zero_grad()
-    return {"wrong": wrong}
+    assert not wrong, wrong
 
 
 def _sum_of(used: list[list[list[Tensor | None]]], number: int, quiet: str) -> Tensor | None:
@@ -264,45 +248,14 @@ def _sum_of(used: list[list[list[Tensor | None]]], number: int, quiet: str) -> T
     return total
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("quiet", ["none", "most", "all"])
-def test_accumulation(stage: int, quiet: str, ranks: Ranks) -> None:
-    for result in ranks(f"accumulated, stage {stage}, {quiet} quiet"):
-        assert result["wrong"] == []
+QUIET = ("none", "most", "all")
 
 
-@pytest.mark.parametrize("quiet", ["none", "most", "all"])
-def test_accumulation_inside_ddp(quiet: str, ranks: Ranks) -> None:
-    for result in ranks(f"accumulated in DDP, {quiet} quiet"):
-        assert result["wrong"] == []
+@on_ranks(2, stage=(1, 2), quiet=QUIET)
+def test_accumulation(rank: int, world: int, stage: Any, quiet: str) -> None:
+    _accumulated(rank, world, stage, quiet)
 
 
-JOBS = [
-    *(
-        Job(f"like DDP on 2, stage {stage}, {steps}", 2, _like_ddp, (stage, steps))
-        for stage in (1, 2)
-        for steps in (1, 3)
-    ),
-    *(
-        Job(f"{how} in DDP, {steps}", 2, _like_ddp, (2, steps, how))
-        for how in ("wrapped", "views")
-        for steps in (1, 3)
-    ),
-    Job("like DDP on 3", 3, _like_ddp, (2, 1)),
-    *(
-        Job(f"volume of {micro} quiet on {world}", world, _volume, (micro, True))
-        for micro in (1, 2, 8)
-        for world in (2, 4)
-    ),
-    Job("volume when wrapped", 2, _volume, (2, True, True)),
-    Job("volume of 8 loud on 2", 2, _volume, (8, False)),
-    *(
-        Job(f"accumulated, stage {stage}, {quiet} quiet", 2, _accumulated, (stage, quiet))
-        for stage in (1, 2)
-        for quiet in ("none", "most", "all")
-    ),
-    *(
-        Job(f"accumulated in DDP, {quiet} quiet", 2, _accumulated, (2, quiet, True))
-        for quiet in ("none", "most", "all")
-    ),
-]
+@on_ranks(2, quiet=QUIET)
+def test_accumulation_inside_ddp(rank: int, world: int, quiet: str) -> None:
+    _accumulated(rank, world, 2, quiet, wrapped=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +14,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import faststep
 from faststep import zero
 from faststep.optim.masters import MASTER
-from ranks import Job, on_ranks
+from ranks import on_cases, on_ranks
 
 from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, follow, step_whole, unlike, wide_of
 from .test_exact import _groups
 
-Ranks = Callable[[str], list[Any]]
+BASE = {"optimizer": "AdamW", "clip": 1.0}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"AdamW on {world}": (world, BASE) for world in (1, 2, 3)},
+    "one bucket": (2, {**BASE, "mb": math.inf}),
+    "stage 1": (2, {**BASE, "stage": 1, "mb": 1 / 1024}),
+    **{f"{name} on 2": (2, {**BASE, "optimizer": name}) for name in ("Adam", "momentum", "Lion")},
+    **{f"{name} on 2": (2, {**BASE, "optimizer": name}) for name in OTHERS},
+    "SGD on 1": (1, {"optimizer": "SGD"}),
+    "SGD on 3": (3, {"optimizer": "SGD"}),
+    "in forward": (2, {**BASE, "gather": "forward"}),
+    "in forward on 3": (3, {**BASE, "gather": "forward", "mb": 1 / 1024}),
+    "2 nodes": (4, {**BASE, "nodes": 2}),
+}
 
 
-def _run(rank: int, world: int, case: dict[str, Any]) -> list[str]:
+@on_cases((world, name) for name, (world, _) in CASES.items())
+def test_bits_of_rounded_fp32_parameters(rank: int, world: int, name: str) -> None:
+    case = CASES[name][1]
     model = Given(SHAPES, DTYPES)
     whole = wide_of(model)
     reference = optimizer_of(case["optimizer"], whole.parameters())
@@ -58,28 +71,8 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> list[str]:
             model.p3.data = model.p3.data.clone()
             model.p7.data.copy_(model.p7.data.clamp(-0.1, 0.1))
             follow(whole, model)
-    return wrong + unlike(sharded, model, whole, reference)
-
-
-BASE = {"optimizer": "AdamW", "clip": 1.0}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"AdamW on {world}": (world, BASE) for world in (1, 2, 3)},
-    "one bucket": (2, {**BASE, "mb": math.inf}),
-    "stage 1": (2, {**BASE, "stage": 1, "mb": 1 / 1024}),
-    **{f"{name} on 2": (2, {**BASE, "optimizer": name}) for name in ("Adam", "momentum", "Lion")},
-    **{f"{name} on 2": (2, {**BASE, "optimizer": name}) for name in OTHERS},
-    "SGD on 1": (1, {"optimizer": "SGD"}),
-    "SGD on 3": (3, {"optimizer": "SGD"}),
-    "in forward": (2, {**BASE, "gather": "forward"}),
-    "in forward on 3": (3, {**BASE, "gather": "forward", "mb": 1 / 1024}),
-    "2 nodes": (4, {**BASE, "nodes": 2}),
-}
-
-
-@pytest.mark.jobs("masters: {name}")
-@pytest.mark.parametrize("name", CASES)
-def test_bits_of_rounded_fp32_parameters(name: str, ranks: Ranks) -> None:
-    assert ranks(f"masters: {name}") == [[]] * CASES[name][0]
+    wrong += unlike(sharded, model, whole, reference)
+    assert not wrong, wrong
 
 
 @on_ranks(2)
@@ -195,8 +188,3 @@ def test_micro_batches_add_up_in_fp32(rank: int, world: int) -> None:
     for moved, norm in said.values():
         assert moved < 0.01, said
         assert norm == pytest.approx(72**0.5, rel=4e-3)
-
-
-JOBS = [
-    *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
-]

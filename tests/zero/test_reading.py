@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from faststep import zero
-from ranks import Job, on_ranks
+from ranks import on_cases, on_ranks
 
 from .common import error_of
 
-Ranks = Callable[[str], list[Any]]
 Params = list[nn.Parameter]
 inf = float("inf")
 
@@ -243,11 +241,9 @@ CASES = [
 ]
 
 
-@pytest.mark.jobs("reading: {choice}, {kind}")
-@pytest.mark.parametrize(("choice", "kind"), CASES)
-def test_what_a_script_does_to_gradients(ranks: Ranks, choice: str, kind: str) -> None:
-    for wrong in ranks(f"reading: {choice}, {kind}"):
-        assert wrong == []
+@on_cases((CHOICES[choice][0], choice, kind) for choice, kind in CASES)
+def test_what_a_script_does_to_gradients(rank: int, world: int, choice: str, kind: str) -> None:
+    assert _beside_ddp(rank, world, kind, CHOICES[choice][1]) == []
 
 
 @on_ranks(2)
@@ -297,9 +293,3 @@ def test_states_of_a_parameter_are_an_error(rank: int, world: int) -> None:
     }
     for name, text in said.items():
         assert "spread over the ranks" in text, (name, text)
-
-
-JOBS = [
-    Job(f"reading: {choice}, {kind}", CHOICES[choice][0], _beside_ddp, (kind, CHOICES[choice][1]))
-    for choice, kind in CASES
-]

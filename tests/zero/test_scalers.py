@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import faststep
 from faststep import zero
-from ranks import Job
+from ranks import on_ranks
 
 from .common import HOST, Given, Place, differences, grads_for, mean_of
 
-Ranks = Callable[[str], list[Any]]
 SHAPES = [(200, 100), (100,), (40000,), (7,)]
 
 
 OPTIONS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
 
 
-def _scaled(rank: int, world: int, ours: bool, how: str) -> dict[str, Any]:
-    kind = faststep.amp.GradScaler if ours else torch.amp.GradScaler
-    return scaled(rank, world, how, [kind("cpu", **OPTIONS) for _ in range(2)])
+SCALED = ["ours, plain", "ours, unscale", "ours, max_norm", "torch, plain", "torch, unscale"]
 
 
-def scaled(
+@on_ranks(2, name=SCALED)
+def test_scalers_skip_on_every_rank(rank: int, world: int, name: str) -> None:
+    whose, how = name.split(", ")
+    kind = faststep.amp.GradScaler if whose == "ours" else torch.amp.GradScaler
+    check_scaled(rank, world, how, [kind("cpu", **OPTIONS) for _ in range(2)])
+
+
+def check_scaled(
     rank: int, world: int, how: str, scalers: Sequence[Any], place: Place = HOST
-) -> dict[str, Any]:
+) -> None:
     """A scaler on a run with an inf on rank 1 in step 2, against a single process with another."""
     model, whole = place.moved(Given(SHAPES, [torch.float32])), Given(SHAPES, [torch.float32])
     optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=0.1)
@@ -67,27 +70,6 @@ def scaled(
         skipped.append(optimizer.step_was_skipped)
         scales += [scaler.get_scale(), other.get_scale()]
         wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
-    return {"wrong": wrong, "scales": scales, "skipped": skipped}
-
-
-SCALED = ["ours, plain", "ours, unscale", "ours, max_norm", "torch, plain", "torch, unscale"]
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_scalers_skip_on_every_rank(name: str, ranks: Ranks) -> None:
-    check_scaled(ranks(f"scaled: {name}"))
-
-
-def check_scaled(results: list[Any]) -> None:
-    first, second = results
-    assert first["wrong"] == second["wrong"] == []
-    assert str(first["scales"]) == str(second["scales"])
-    assert first["skipped"] == second["skipped"] == [False, False, True, False, False, False]
-    pairs = first["scales"]
-    assert str(pairs[::2]) == str(pairs[1::2])
-
-
-JOBS = [
-    Job(f"scaled: {name}", 2, _scaled, (name.startswith("ours"), name.partition(", ")[2]))
-    for name in SCALED
-]
+    assert wrong == []
+    assert skipped == [False, False, True, False, False, False]
+    assert str(scales[::2]) == str(scales[1::2])

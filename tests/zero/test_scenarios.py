@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from ranks import on_cases
+
 from . import test_beside_ddp, test_groups, test_scripts
 from .beside_ddp import Run, Script, Table
 
-Ranks = Callable[[str], list[Any]]
 GUIDE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 
@@ -215,7 +214,6 @@ SCRIPTS: dict[str, Script] = {
 }
 COPIED = "a sharded optimizer cannot be pickled or copied"
 TABLE = Table(
-    "scenarios",
     SCRIPTS,
     refused={
         "other branches": "the ranks differ",
@@ -232,11 +230,9 @@ TABLE = Table(
 TABLES = [TABLE, test_beside_ddp.TABLE, test_groups.TABLE, test_scripts.TABLE]
 
 
-@pytest.mark.jobs("scenarios: {name} on {world}")
-@pytest.mark.parametrize(("name", "world"), TABLE.cases())
-def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
-    for said in ranks(f"scenarios: {name} on {world}"):
-        TABLE.check(said, name)
+@on_cases(TABLE.cases())
+def test_the_parameters_of_ddp(rank: int, world: int, name: str) -> None:
+    TABLE.check(rank, world, name)
 
 
 def test_the_refusals_of_all_scripts() -> None:
@@ -258,6 +254,3 @@ def test_the_refusals_of_all_scripts() -> None:
     assert refused == in_guide.keys()
     for sentence in in_guide.values():
         assert sentence in guide, sentence
-
-
-JOBS = TABLE.jobs()

@@ -7,18 +7,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from faststep import zero
-from ranks import on_ranks
+from ranks import on_cases, on_ranks
 
 from .beside_ddp import UNEVEN, Run, Script, Table
-
-Ranks = Callable[[str], list[Any]]
 
 
 class _Net(nn.Module):
@@ -277,7 +274,6 @@ SCRIPTS: dict[str, Script] = {
     "uneven accumulation": _uneven_accumulation,
 }
 TABLE = Table(
-    "scripts",
     SCRIPTS,
     left_out={"uneven accumulation": UNEVEN},
     refused={"as a vector": "was given values by .data =, which fully_shard ignores"},
@@ -292,11 +288,9 @@ TABLE = Table(
 )
 
 
-@pytest.mark.jobs("scripts: {name} on {world}")
-@pytest.mark.parametrize(("name", "world"), TABLE.cases())
-def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
-    for said in ranks(f"scripts: {name} on {world}"):
-        TABLE.check(said, name)
+@on_cases(TABLE.cases())
+def test_the_parameters_of_ddp(rank: int, world: int, name: str) -> None:
+    TABLE.check(rank, world, name)
 
 
 @on_ranks(2)
@@ -314,6 +308,3 @@ def test_a_dtype_that_is_set_later_is_refused(rank: int, world: int) -> None:
     for text in said:
         assert "'head.bias' is torch.float64, and was torch.float32 when" in text, text
     assert len(said) == 2
-
-
-JOBS = TABLE.jobs()

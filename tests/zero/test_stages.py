@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import faststep
 from faststep import zero
-from ranks import Job, on_ranks
+from faststep._torch.dtensor import full_tensor
+from ranks import on_ranks
 
 from .beside_ddp import RANKS
 from .common import error_of
 
-Ranks = Callable[[str], list[Any]]
 STEPS = 3
 
 
@@ -112,15 +109,15 @@ def _sharded(rank: int, stage: Any, how: str) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     assert model.head.weight is model.embedding.weight
-    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [value.detach() for value in values]
+    return [full_tensor(param.detach()) for param in model.parameters()]
 
 
 STAGES = (1, 2, "wrapped", 3)
 HOWS = ("plain", "reentrant", "not reentrant", "no_sync", "skipped", "unfrozen", "compiled")
 
 
-def _trained(rank: int, world: int, stage: Any) -> dict[str, Any]:
+@on_ranks(*RANKS, stage=STAGES)
+def test_odd_loops(rank: int, world: int, stage: Any) -> None:
     said: dict[str, Any] = {}
     for how in HOWS:
         if how == "skipped" and stage == 3 and world > 2:
@@ -133,25 +130,12 @@ def _trained(rank: int, world: int, stage: Any) -> dict[str, Any]:
         expected = _whole(world, how)
         pairs = zip(values, expected, strict=True)
         said[how] = max(float((a - b).abs().max()) for a, b in pairs if a.numel())
-    return said
-
-
-@pytest.mark.jobs("odd loops, stage {stage} on {world}")
-@pytest.mark.parametrize("world", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_odd_loops(stage: Any, world: int, ranks: Ranks) -> None:
-    for said in ranks(f"odd loops, stage {stage} on {world}"):
-        refused = {"skipped"} if stage == 3 else set()
-        if (
-            stage == 3 and world == 2
-        ):  # each rank sends a gradient of one size, of different parameters
-            text = said.pop("skipped")
-            assert "nothing was updated, as fully_shard adds up gradients wrongly" in text, text
-            assert "rank 0 has 'blocks.1.a.weight' with a gradient, in group 0; rank 1" in text, (
-                text
-            )
-        assert set(said) == set(HOWS) - refused
-        assert max(said.values()) < 1e-5, said
+    if stage == 3 and world == 2:  # a gradient of one size of each rank, of different parameters
+        text = said.pop("skipped")
+        assert "nothing was updated, as fully_shard adds up gradients wrongly" in text, text
+        assert "rank 0 has 'blocks.1.a.weight' with a gradient, in group 0; rank 1" in text, text
+    assert set(said) == set(HOWS) - ({"skipped"} if stage == 3 else set())
+    assert max(said.values()) < 1e-5, said
 
 
 @on_ranks(2)
@@ -191,12 +175,3 @@ def test_what_is_refused_at_each_stage(rank: int, world: int) -> None:
     for stage in (1, 2):
         assert "not in the model, the first of shape (2,)" in said[f"appended {stage}"]
     assert said["empty"].startswith("TypeError: shard(stage=3): parameter 'weight' has no el")
-
-
-JOBS = [
-    *(
-        Job(f"odd loops, stage {stage} on {world}", world, _trained, (stage,))
-        for stage in STAGES
-        for world in RANKS
-    ),
-]
