@@ -183,7 +183,8 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         _note_wait("to")
     copy = kwargs.pop("copy", False) or moved
     result = torch.Tensor.to(plain(tensor), *rest, copy=copy, **kwargs)
-    if result is tensor or (not copy and result.data_ptr() == tensor.data_ptr()):
+    same = result.dtype == tensor.dtype and result.data_ptr() == tensor.data_ptr()  # 0 where empty
+    if result is tensor or (same and not copy):
         return tensor
     return claim(result, target.index or 0) if target.type == "cuda" else result
 

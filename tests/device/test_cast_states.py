@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,28 @@ def test_masters(declaration: Declaration, dtype: torch.dtype, kind: str) -> Non
     optimizers[1].load_state_dict(saved[1])
     step_both(pair, optimizers, 40)
     pair.assert_same(*optimizers, grads=True)
+
+
+@pytest.mark.parametrize("before", [None, "fp32", "bf16", "int8"])
+@pytest.mark.parametrize("masters", [False, "fp32", "remainder16"])
+@pytest.mark.parametrize("shape", [(0, 70), (70, 0), (0,)], ids=str)
+def test_empty_parameters(shape: tuple[int, ...], masters: Any, before: Any) -> None:
+    """State dicts are those of the CPU, and load with every type of states."""
+    pair = Twins([values(some, i, torch.bfloat16) for i, some in enumerate((shape, (5, 70)))])
+    options = {"master_weights": masters, "min_8bit_size": 0, "betas": (0.9, 0.95)}
+    optimizers = pair.optimizers(faststep.optim.AdamW, state_dtype=before, **options)
+    step_both(pair, optimizers, 0)
+    for native, after in itertools.product((False, True), (None, "fp32", "bf16", "int8")):
+        others = pair.optimizers(faststep.optim.AdamW, state_dtype=after, **options)
+        saved = [optimizer.state_dict(native=native) for optimizer in optimizers]
+        for mine, its in zip(*(one["state"].values() for one in saved), strict=True):
+            assert list(mine) == list(its)
+            assert all(same_bits(mine[key], fake.plain(its[key])) for key in mine)
+        for other, one in zip(others, saved, strict=True):
+            other.load_state_dict(one)
+        step_both(pair, others, 10)
+        pair.assert_same(*others)
+        optimizers = others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)

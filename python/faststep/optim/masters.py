@@ -295,7 +295,11 @@ class StateFormats:
             else:
                 is_cast = is_cast and dtype is not None and dtype.is_floating_point
                 fit[key] = value.to(dtype) if is_cast else value
-        return encoded(fit, dtypes, param, shard) if any(dtypes.values()) else fit
+        if any(dtypes.values()):
+            fit = encoded(fit, dtypes, param, shard)
+            if SCALES in fit:
+                put_scales(fit, fit.pop(SCALES))
+        return fit
 
     def _kinds_of(self, param: Tensor) -> tuple[StateKinds, bool]:
         kinds = self._kinds.get(id(param), self._optimizer._kinds)
