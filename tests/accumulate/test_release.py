@@ -436,9 +436,9 @@ def test_learning_rates_on_devices_are_not_read(monkeypatch: pytest.MonkeyPatch)
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
     rules_of = optimizer._rules
 
-    def with_tensors(groups: Sequence[dict[str, Any]] = ()) -> Any:
+    def with_tensors(groups: Sequence[dict[str, Any]] = (), *found: Any) -> Any:
         lr = {0: torch.ones(2)}  # neither equal nor unequal
-        return [rule._replace(lr=lr) for rule in rules_of(groups)]
+        return [rule._replace(lr=lr) for rule in rules_of(groups, *found)]
 
     monkeypatch.setattr(optimizer, "_rules", with_tensors)
     release = faststep.release_gradients(model, optimizer)

@@ -300,6 +300,34 @@ def test_the_parameters_are_gone_through_as_often_whatever_their_number(
     assert passes[0] == passes[1] > 0
 
 
+STORED: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"state_dtype": "int8"}),
+    ("Lion", {"state_dtype": "int8"}),
+    ("AdamW", {"state_dtype": "bf16", "rounding": "stochastic"}),
+]
+
+
+@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize(("kind", "options"), STORED, ids=str)
+def test_steps_go_through_each_group_as_often_whatever_the_number_of_groups_and_parameters(
+    kind: str, options: dict[str, Any], releases: bool
+) -> None:
+    passes = []
+    for count in (2, 12):
+        model = nn.ModuleList(nn.Linear(70, 70) for _ in range(count))
+        groups: list[Any] = [{"params": layer.parameters()} for layer in model]
+        optimizer = getattr(faststep.optim, kind)(groups, **options)
+        for group in optimizer.param_groups:
+            group["params"] = CountedList(group["params"])
+        if releases:
+            faststep.release_gradients(model, optimizer)
+        for _ in range(2):
+            sum(layer(torch.ones(1, 70)).sum() for layer in model).backward()  # type: ignore
+            optimizer.step()
+        passes.append([group["params"].passes for group in optimizer.param_groups])
+    assert len({*passes[0], *passes[1]}) == 1, passes
+
+
 def decoded_states(optimizer: Any) -> list[Any]:
     return [
         {k: v.float() for k, v in state.items()}

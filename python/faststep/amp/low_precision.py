@@ -188,7 +188,7 @@ def _convert(
     staying = [k for k, v in state.items() if is_bf16(v) and not formats.is_asked(k, param)]
     optimizer.state[param] = formats.fitting(state, param, staying)
     if not optimizer._zeros_differ(group):  # else the first step makes the rest
-        [rule] = optimizer._rules([group])
+        [rule] = optimizer._rules([group], [formats.shards])
         begin_state(optimizer, group, rule, param)
 
 

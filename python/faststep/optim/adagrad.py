@@ -11,8 +11,10 @@ from typing_extensions import Unpack
 
 from .arguments import composed
 from .counted import CountedOptimizer
-from .masters import begin_state, new_dtype
-from .request import formula
+from .masters import begin_state, own_dtype
+from .param_shards import Shards
+from .request import Rule, formula
+from .state_kinds import kinds_in
 from .step_options import Arguments
 
 
@@ -29,15 +31,17 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
 
     def __init__(self, params: ParamsT, *args: Any, **options: Unpack[Arguments]) -> None:
         super().__init__(params, *args, **options)
+        found: list[Shards | None] = []
         for group in self.param_groups:
+            kinds = kinds_in(self, group)
             for param in group["params"]:  # torch has made the states, in the parameters' types
-                if new_dtype(self, group, param, "sum") != param.dtype:
+                if own_dtype(self, kinds, False, param, "sum") != param.dtype:
                     del self.state[param]
-                    [rule] = self._rules([{**group, "differentiable": False}])
+                    [rule] = self._rules([{**group, "differentiable": False}], found)
                     begin_state(self, group, rule, param)
 
-    def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
-        new = super()._new_tensor(group, param, key)
+    def _new_tensor(self, group: dict[str, Any], rule: Rule, param: Tensor, key: str) -> Tensor:
+        new = super()._new_tensor(group, rule, param, key)
         value = self.defaults["initial_accumulator_value"]  # torch does not ask the group either
         return new.fill_(value) if value != 0 else new
 

@@ -25,13 +25,8 @@ from .codes import SCALES, are_codes
 from .hooked import HookedOptimizer
 from .load_states import loading_states, show_as_torch
 from .lost_updates import warn_of_lost_updates
-from .masters import (
-    check_new_group,
-    complete_states,
-    ending_of,
-    new_dtype,
-    refuse_by_torch,
-)
+from .masters import check_new_group, complete_states, ending_of, new_dtype, refuse_by_torch
+from .param_shards import Shards
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .state_kinds import AS_TORCH, GROUP_OPTIONS, all_kinds
@@ -117,11 +112,11 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _formula_of(self, group: dict[str, Any]) -> Formula:
         return self._formula
 
-    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+    def _new_state(self, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
         state = self.state[param]
         for key in self._formula_of(group).state_keys:
-            state[key] = self._zeros.like(param, new_dtype(self, group, param, key))
+            state[key] = self._zeros.like(param, new_dtype(self, group, rule, param, key))
 
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
         """Raise for a state that has begun and lacks a part, as torch's loop does."""
@@ -294,9 +289,14 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             self._has_shards = any(map(is_fsdp_shard, params_of(self)))
         return self._has_shards
 
-    def _rules(self, groups: Sequence[dict[str, Any]] = ()) -> list[Rule]:
-        """The rules and their numbers for this step of some groups. Default: of all."""
-        rules = []
+    def _rules(
+        self, groups: Sequence[dict[str, Any]] = (), found: list[Shards | None] | None = None
+    ) -> list[Rule]:
+        """The rules and their numbers for this step of some groups. Default: of all.
+
+        Calls with the same list `found`, empty at first, look at all parameters at most once.
+        """
+        rules, found = [], [] if found is None else found
         for group in groups or self.param_groups:
             if group.get("differentiable") or group.get("capturable"):
                 leave_to_torch(group, self._devices)
@@ -311,7 +311,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
                 or self._kinds != AS_TORCH
                 or not GROUP_OPTIONS.isdisjoint(group)
             ):
-                keys, *ending = ending_of(self, group, keys)
+                keys, *ending = ending_of(self, group, keys, found)
             hyper, maximize = _C.hyper(group, places), bool(group["maximize"])
             rules.append(Rule(number, keys, has_step, hyper, maximize, lr_on_device, *ending))
         return rules

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._torch.optim import is_capturing, step_dtype
 from .base import FusedOptimizer, number
 from .masters import new_dtype
+from .request import Rule
 
 
 class CountedOptimizer(FusedOptimizer):
@@ -19,15 +20,15 @@ class CountedOptimizer(FusedOptimizer):
     `step`, which follow it, and which begin as `_first_number` says.
     """
 
-    def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
+    def _new_tensor(self, group: dict[str, Any], rule: Rule, param: Tensor, key: str) -> Tensor:
         """A new state of the parameter's shape."""
-        return self._zeros.like(param, new_dtype(self, group, param, key))
+        return self._zeros.like(param, new_dtype(self, group, rule, param, key))
 
     def _first_number(self, group: dict[str, Any], key: str) -> float:
         """The first value of a 0-d state."""
         raise NotImplementedError
 
-    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+    def _new_state(self, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
         state = self.state[param]
         if state:  # with its counter on another device, as torch keeps it, or of another type
             for key in ("step", *self._numbers):
@@ -45,7 +46,7 @@ class CountedOptimizer(FusedOptimizer):
             made[key] = self._zeros.scalar(step_dtype(fused), device)
             made[key].fill_(self._first_number(group, key))
         for key in self._formula_of(group).state_keys[len(made) :]:
-            made[key] = self._new_tensor(group, param, key)
+            made[key] = self._new_tensor(group, rule, param, key)
         state.update(made)  # all or none, should memory run out
 
     def _drop_unstepped(self, param: Tensor) -> None:

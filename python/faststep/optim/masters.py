@@ -65,9 +65,15 @@ def _refuse_fp16(optimizer: Steppable) -> None:
 
 
 def ending_of(
-    optimizer: Steppable, group: dict[str, Any], keys: tuple[str, ...]
+    optimizer: Steppable,
+    group: dict[str, Any],
+    keys: tuple[str, ...],
+    found: list[Shards | None],
 ) -> tuple[tuple[str, ...], bool, bool, int | None, int, Shards | None]:
     """All names of states, and the end of a rule: how masters are kept and states rounded.
+
+    Args:
+        found: what a group before has found with `shards_of`, which looks at all parameters.
 
     Raises:
         RuntimeError: this rank has parts of parameters, of which noise does not know the places.
@@ -79,7 +85,11 @@ def ending_of(
             f'{type(optimizer).__name__}: rounding="stochastic" is for whole parameters, and this '
             "rank has parts of them (FullyShardedDataParallel); nothing was updated"
         )
-    shards = shards_of(optimizer) if codes_from or seed is not None else None
+    shards = None
+    if codes_from or seed is not None:
+        if not found:
+            found.append(shards_of(optimizer))
+        [shards] = found
     has_master = optimizer._keeps_masters
     keys = _with_others(keys, bool(codes_from), has_master)
     return keys, has_master, optimizer._has_remainders, seed, codes_from, shards
@@ -107,14 +117,15 @@ def has_master(param: Tensor) -> bool:
     return param.dtype in _NARROW
 
 
-def new_dtype(optimizer: Steppable, group: dict[str, Any], param: Tensor, key: str) -> torch.dtype:
+def new_dtype(
+    optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor, key: str
+) -> torch.dtype:
     """The type of a new state of a parameter."""
-    kinds = kinds_in(optimizer, group)
-    coded = kinds.codes_from > 0 and has_codes(kinds.codes_from, shards_of(optimizer), param)
-    return _own_dtype(optimizer, kinds, coded, param, key)
+    coded = has_codes(rule.codes_from, rule.shards, param)
+    return own_dtype(optimizer, kinds_in(optimizer, group), coded, param, key)
 
 
-def _own_dtype(
+def own_dtype(
     optimizer: Steppable, kinds: StateKinds, coded: bool, param: Tensor, key: str = ""
 ) -> torch.dtype:
     """The type of a state that is made or fitted here."""
@@ -172,7 +183,7 @@ def put_scales(state: dict[str, Any], scales: Tensor) -> None:
 def _begin_own(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
     """The same but for the scales."""
     if not rule.has_master or not has_master(param):
-        optimizer._new_state(group, param)
+        optimizer._new_state(group, rule, param)
         return
     state = optimizer.state[param]
     master = state.get(MASTER)
@@ -191,14 +202,14 @@ def _begin_own(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: T
         if id(param) in shards:
             shards[id(wide)] = shards[id(param)]
         try:  # those of an fp32 parameter
-            optimizer._new_state(group, wide)
+            optimizer._new_state(group, rule, wide)
             made = optimizer.state[wide]
         finally:
             optimizer.state.pop(wide, None)
             shards.pop(id(wide), None)
         made = {key: value for key, value in made.items() if state.get(key) is None}
     elif rule.has_step:
-        optimizer._new_state(group, param)  # moves a counter to the parameter's device
+        optimizer._new_state(group, rule, param)  # moves a counter to the parameter's device
     state.pop(MASTER, None)
     state.update(made)
     state[MASTER] = master  # last, as in the rule's names
@@ -234,13 +245,13 @@ class StateFormats:
         self, optimizer: Steppable, groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
         self._optimizer = optimizer
-        self._shards = shards_of(optimizer)
+        self.shards = shards_of(optimizer)
         groups = optimizer.param_groups if groups is None else groups
         self._kinds = {id(p): kinds for kinds, p in _params_by_kinds(optimizer, groups)}
 
     def shard_of(self, param: Tensor) -> Shard | None:
         """What the optimizer has of a parameter; None for all of it."""
-        return (self._shards or {}).get(id(param))
+        return (self.shards or {}).get(id(param))
 
     def dtype_of(self, key: str, param: Tensor) -> torch.dtype | None:
         """The type of an entry of a state whatever is loaded; None for that which torch gives."""
@@ -255,7 +266,7 @@ class StateFormats:
             return torch.bfloat16
         kinds, coded = self._kinds_of(param)
         has_own = masters or kinds.of(key) is not None
-        return _own_dtype(optimizer, kinds, coded, param, key) if has_own else None
+        return own_dtype(optimizer, kinds, coded, param, key) if has_own else None
 
     def code_dtypes_of(self, param: Tensor) -> dict[str, torch.dtype | None]:
         """The types of codes of a parameter's states; None for one that is not in codes."""
@@ -303,7 +314,7 @@ class StateFormats:
 
     def _kinds_of(self, param: Tensor) -> tuple[StateKinds, bool]:
         kinds = self._kinds.get(id(param), self._optimizer._kinds)
-        return kinds, has_codes(kinds.codes_from, self._shards, param)
+        return kinds, has_codes(kinds.codes_from, self.shards, param)
 
 
 def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
@@ -367,7 +378,7 @@ def _has_own_types(optimizer: Steppable) -> bool:
     shards = shards_of(optimizer)
     for kinds, param in _params_by_kinds(optimizer, optimizer.param_groups):
         coded = has_codes(kinds.codes_from, shards, param)
-        if coded or kinds.by_name or _own_dtype(optimizer, kinds, coded, param) != param.dtype:
+        if coded or kinds.by_name or own_dtype(optimizer, kinds, coded, param) != param.dtype:
             return True
     return False
 

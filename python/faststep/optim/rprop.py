@@ -8,7 +8,7 @@ from torch import Tensor
 from .arguments import composed
 from .base import number
 from .counted import CountedOptimizer
-from .request import formula
+from .request import Rule, formula
 
 
 @composed
@@ -27,8 +27,8 @@ class Rprop(CountedOptimizer, torch.optim.Rprop):
 
     _formula = formula("rprop", "step", "prev", "step_size")
 
-    def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
-        new = super()._new_tensor(group, param, key)
+    def _new_tensor(self, group: dict[str, Any], rule: Rule, param: Tensor, key: str) -> Tensor:
+        new = super()._new_tensor(group, rule, param, key)
         return new.fill_(number(group["lr"])) if key == "step_size" else new
 
     def _drop_new_state(self, param: Tensor) -> None:

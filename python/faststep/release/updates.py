@@ -22,6 +22,7 @@ from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for, own_keys
+from ..optim.param_shards import Shards
 from ..optim.plan_step import PlanStep
 from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
@@ -59,6 +60,7 @@ class Release:
         self._reduced = reduced
         self._places: Hooked[_Place] = Hooked()
         self._rules: dict[int, Rule] = {}  # of this step, by group; the hooks read it too
+        self._found: list[Shards | None] = []  # in this step: see FusedOptimizer._rules
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
@@ -92,17 +94,22 @@ class Release:
         The others may have moved to another group or index.
         """
         ids = _ids_of(optimizer)
+        found: list[Shards | None] = []
         moved = ids != self._ids
         if moved:
             self._places.keep_only(params_of(optimizer))
         for group, entry in enumerate(optimizer.param_groups):
             known = self._places.of_each(entry["params"])
             if moved or not all(known):
-                self._attach_group(optimizer, group, known)
+                self._attach_group(optimizer, group, known, found)
         self._ids = ids
 
     def _attach_group(
-        self, optimizer: FusedOptimizer, group: int, known: list[_Place | None]
+        self,
+        optimizer: FusedOptimizer,
+        group: int,
+        known: list[_Place | None],
+        found: list[Shards | None],
     ) -> None:
         """`known` are the places that the group's parameters have, None for those without."""
         params = optimizer.param_groups[group]["params"]
@@ -114,7 +121,7 @@ class Release:
             if place is None and param.requires_grad:
                 place = self._places.of(param)  # it is in the optimizer twice
                 if place is None:
-                    _make_state(optimizer, group, index)
+                    _make_state(optimizer, group, index, found)
                     place = self._new_place(param)
             if place is not None:
                 place.hook.group, place.index = group, index
@@ -162,6 +169,7 @@ class Release:
         if optimizer is None or param.grad is None:
             return
         if not self._rules:  # the first gradient since the last step
+            self._found.clear()
             refuse_code_before_step(optimizer, self._before)
             if self._ids != _ids_of(optimizer):
                 self._attach(optimizer)
@@ -280,7 +288,7 @@ class Release:
     def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
         rule = self._rules.get(place.hook.group)
         if rule is None:
-            [rule] = optimizer._rules([optimizer.param_groups[place.hook.group]])
+            [rule] = optimizer._rules([optimizer.param_groups[place.hook.group]], self._found)
             self._rules[place.hook.group] = rule
         return rule
 
@@ -295,12 +303,14 @@ class Release:
         refuse_code_before_step(optimizer, self._before)
         if optimizer._asked.get("max_norm") is not None:
             refuse_clipping(params_of(optimizer))
+        found: list[Shards | None] = []
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)
             if rule is None:
                 continue
             # Without learning rates on devices: reading those would wait.
-            if rule._replace(lr=None) != optimizer._rules([group])[0]._replace(lr=None):
+            [now] = optimizer._rules([group], found)
+            if rule._replace(lr=None) != now._replace(lr=None):
                 raise RuntimeError(
                     f"the learning rate or another number of group {number} was changed between "
                     "backward and optimizer.step(): with release_gradients() backward has updated "
@@ -344,7 +354,9 @@ def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
+def _make_state(
+    optimizer: FusedOptimizer, group: int, index: int, found: list[Shards | None]
+) -> None:
     """Make the state of a parameter, unless a state of zeros would change the next step.
 
     States that are made in backward lie between gradients. The gaps that freed gradients leave
@@ -352,7 +364,7 @@ def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
     """
     entry = optimizer.param_groups[group]
     param = entry["params"][index]
-    [rule] = optimizer._rules([entry])
+    [rule] = optimizer._rules([entry], found)
     keys = keys_for(rule, param)
     known = optimizer.state.get(param, {})
     if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
