@@ -535,7 +535,7 @@ def test_a_circle_of_calls_is_caught(tmp_path: Path) -> None:
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 MAY_BE_LONGER = {
     "python/faststep/_C.pyi": "an extension module has one stub",
-    "python/faststep/release/__init__.py: release_gradients": "58 lines are its docstring",
+    "python/faststep/release/__init__.py: release_gradients": "55 lines are its docstring",
     "python/faststep/zero/__init__.py: shard": "most lines are its docstring",
 }
 
