@@ -335,8 +335,7 @@ class Release:
     def remove(self) -> None:
         """Undo the release: gradients stay in `.grad` again, and `optimizer.step` uses them."""
         self._places.remove()
-        for handle in self._handles:
-            handle.remove()
+        _undo(self._handles)
         self._handles.clear()
         if self._reduced is not None:
             self._reduced.drop(self)
