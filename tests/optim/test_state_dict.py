@@ -260,6 +260,10 @@ def next_step(pickled: bytes) -> list[Any]:
 @over_torchs
 def test_add_param_group_midway(declaration: Declaration) -> None:
     """A group added after some steps starts its own count and is part of the checkpoint."""
+    if declaration.torchs is torch.optim.Adagrad and torch.__version__.startswith(
+        ("2.10.", "2.11.")
+    ):
+        pytest.skip("torch raises KeyError: 'sum' there")
     results = []
     for cls in (declaration.ours, declaration.torchs):
         params, late = parameters((9,)), parameters((3, 3), seed=1)
