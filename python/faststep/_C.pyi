@@ -596,9 +596,6 @@ def clip_grads(
         TypeError: a gradient cannot be used; nothing was changed.
     """
 
-def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
-    """Fill an int64 tensor of the same length; False if an item is not a plain int."""
-
 def retain_memory(limit: int, group: str | None, version: int, /) -> None:
     """Keep the memory that torch frees for its next tensors, from now on.
 

@@ -9,20 +9,9 @@ import torch
 from faststep import _C
 
 from .arguments import FLOATS, Raw, maybe_bad, odd_int
-from .functions import Target, sequence
+from .functions import Target
 from .odd_tensors import any_tensor
 from .world import FaultError, World
-
-
-def copy_indices(world: World) -> None:
-    rng = world.rng
-    numbers = [
-        rng.choice((0, 5, -1, 2**40, True, 1.0, 2**70)) for _ in range(rng.choice((0, 1, 3)))
-    ]
-    numbers = world.contain(numbers) if world.chance(0.5) else [3] * len(numbers)
-    out = world.track(torch.zeros(rng.choice((len(numbers), 3)), dtype=torch.int64))
-    args, _ = maybe_bad(world, (sequence(world, numbers), out))
-    world.call("copy_indices", _C.copy_indices, args)
 
 
 def permute(world: World) -> None:
@@ -100,7 +89,6 @@ def split_channels(world: World) -> None:
 
 
 DATA_FUNCTIONS: dict[str, Target] = {
-    "copy_indices": copy_indices,
     "crc32c": crc32c,
     "permute": permute,
     "scan_tfrecords": scan_tfrecords,

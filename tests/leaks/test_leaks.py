@@ -713,15 +713,6 @@ def arena() -> Iterator[Case]:
         yield failing(_C.Arena, *arguments), []
 
 
-def copy_indices() -> Iterator[Case]:
-    out, numbers = torch.empty(3, dtype=torch.int64), [1000, 2000, 3000]
-    yield lambda: _C.copy_indices(numbers, out), [numbers, out]
-    yield lambda: _C.copy_indices([1.0, 2, 3], out), [out]
-    yield lambda: _C.copy_indices([1, 2], out), [out]
-    for bad in ((numbers, torch.empty(3)), (numbers, numbers), (numbers,)):
-        yield failing(_C.copy_indices, *bad), [numbers, *bad]
-
-
 def permute() -> Iterator[Case]:
     out = torch.empty(30, dtype=torch.int64)
     yield lambda: _C.permute(out, 30, 1, 2, 0, 1), [out]
@@ -758,7 +749,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "chunk_squares": chunk_squares,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
     "collect_grads": collect_grads,
-    "copy_indices": copy_indices,
     "cpu_info": lambda: iter([(_C.cpu_info, [])]),
     "crc32c": crc32c,
     "cross_entropy": cross_entropy,

@@ -1,22 +1,6 @@
-/* copy_indices and permute: they write the indices of samples into a tensor. */
+/* permute: writes the indices of samples into a tensor. */
 #include "io/shuffle.h"
 #include "py/load/arguments.h"
-
-PyObject *fst_py_copy_indices(PyObject *module, PyObject *args)
-{
-    fst_module *state = fst_module_state(module);
-    const fst_dl_api *api = fst_torch_api(state);
-    PyObject *sequence, *out;
-    Py_ssize_t count = 0;
-    if (!api || !PyArg_ParseTuple(args, "OO", &sequence, &out))
-        return NULL;
-    int64_t *indices = fst_read_indices(state, api, out, &count);
-    if (!indices && PyErr_Occurred())
-        return NULL;
-    const int whole =
-        fst_sequence_size(sequence) == count && fst_copy_ints(sequence, indices, count);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(whole);
-}
 
 PyObject *fst_py_permute(PyObject *module, PyObject *args)
 {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import sys
+from array import array
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from .structure import LEAF, Structure
 
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
 READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
+NO_INDICES = torch.empty(0, dtype=torch.int64, device="cpu")
 MOST_THREADS = 4  # without num_workers: more do not help memory that two or three saturate
 
 
@@ -183,9 +186,10 @@ def _as_int64(indices: Any, name: str) -> torch.Tensor:
         NotArrays: they are not integers that can be read without Python's help.
     """
     if type(indices) in (list, tuple):
-        copied = torch.empty(len(indices), dtype=torch.int64, device="cpu")
-        if _C.copy_indices(indices, copied):
-            return copied
+        if {*map(type, indices)} <= {int}:
+            with contextlib.suppress(OverflowError):
+                copied = array("q", indices)
+                return torch.frombuffer(copied, dtype=torch.int64) if copied else NO_INDICES
     elif _is_int64_tensor(indices):
         return torch.clone(indices, memory_format=torch.contiguous_format)
     elif _is_integer_array(indices):
