@@ -238,5 +238,4 @@ def _after_fork() -> None:
         dataset._leave_behind()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -60,8 +60,7 @@ def _after_fork() -> None:
         _open.popitem()[1][0].close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class LMDBDataset(IndexedDataset):
