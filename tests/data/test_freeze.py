@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faststep.data import DataLoader, freeze
-from faststep.data.workers import frozen_memory
 
 from .shapes import Mapped
 from .torch_and_ours import without_sanitizer
@@ -124,14 +123,6 @@ def test_any_text(items: list[str], table: dict[str, int]) -> None:
 def test_any_bytes_with_shared_ends(prefix: bytes, items: list[bytes], suffix: bytes) -> None:
     items = [prefix + item + suffix for item in items]
     assert list(freeze(items)) == items
-
-
-def test_more_text_than_four_bytes_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_memory, "MOST_OF_FOUR_BYTES", 5)
-    for want in (["abc", "d"], ["ab", "cde"], ["abc", "defghi"]):
-        frozen = freeze(want)
-        assert list(frozen) == want
-        assert list(pickle.loads(pickle.dumps(frozen))) == want
 
 
 def test_copies_and_pickles() -> None:

@@ -13,7 +13,6 @@ from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
 WORD = 8  # bytes
-MOST_OF_FOUR_BYTES = 1 << 32
 AT_ONCE = 1 << 14  # items encoded before they are written
 
 
@@ -23,8 +22,7 @@ class FrozenItems(NamedTuple):
     kind: str
     length: int
     data: int = 0  # where the items begin
-    ends: int = 0  # for items of different sizes, where it is said where each one ends ...
-    width: int = WORD  # ... from `data` on, in so many bytes
+    ends: int = 0  # for items of different sizes, where it is said where each one ends
     prefix: bytes = b""  # what all items begin with, and end with, which is not in the memory
     suffix: bytes = b""
 
@@ -131,9 +129,7 @@ class Writer:
                 waiting.clear()
         self._append(b"".join(waiting))
         self._append(bytes(-self._end % WORD))
-        if end < MOST_OF_FOUR_BYTES:
-            ends = array("I", ends)
-        return FrozenItems(kind, len(ends), start, self.write(ends), ends.itemsize)
+        return FrozenItems(kind, len(ends), start, self.write(ends))
 
     def _append(self, content: bytes | memoryview) -> None:
         done = 0
@@ -171,14 +167,13 @@ def _pickled(items: Any, name: str) -> Iterable[bytes]:
 def reader_of(memory: FrozenMemory, stored: FrozenItems) -> Callable[[int], Any]:
     """A function that returns the item at a place of a stored list."""
     content = memory.content
+    size = stored.length * WORD
     if stored.kind in ("int", "float"):
-        size = stored.length * WORD
         numbers = content[stored.data : stored.data + size].cast(
             "q" if stored.kind == "int" else "d"
         )
         return numbers.__getitem__
-    size = stored.length * stored.width
-    ends = content[stored.ends : stored.ends + size].cast("q" if stored.width == WORD else "I")
+    ends = content[stored.ends : stored.ends + size].cast("q")
     start, shared = stored.data, stored.prefix or stored.suffix
 
     def item_bytes(index: int) -> Any:
