@@ -20,7 +20,8 @@ from faststep.doctor.runs import DoctorError, Length, Runs, free_ports
 from faststep.doctor.sandbox import Kind, is_available
 from faststep.run.program import Program
 
-HERE = Path(__file__).parent
+from .scripts import ON_RANKS, written
+
 needs_sandbox = pytest.mark.skipif(
     sys.platform != "linux" or not is_available(), reason="no sandbox on this system"
 )
@@ -232,7 +233,7 @@ def test_what_a_sandbox_without_namespaces_refuses(
 @needs_sandbox
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
     """Rank 0 answers for all; the others say nothing."""
-    script = HERE / "planted_on_ranks" / "exposed_communication.py"
+    script = written(tmp_path, ON_RANKS["exposed-communication"])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "0.5"]
     done = subprocess.run(
@@ -241,10 +242,10 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A step takes") == 1
     assert done.stdout.startswith("exposed-communication")
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [script]
 
 
-ON_RANKS = """
+FILES_OF_RANKS = """
 import os, torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -272,7 +273,7 @@ for step in range(100000):
 def test_ranks_see_each_others_files_without_namespaces(tmp_path: Path, no_unshare: Path) -> None:
     if not scratch.is_available(network=True):
         pytest.skip("no Landlock")
-    (tmp_path / "train.py").write_text(ON_RANKS)
+    (tmp_path / "train.py").write_text(FILES_OF_RANKS)
     (tmp_path / "both").write_text("+")
     (tmp_path / "removed").write_text("is there")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -291,7 +292,7 @@ def test_ranks_see_each_others_files_without_namespaces(tmp_path: Path, no_unsha
 @needs_sandbox
 def test_ranks_of_two_machines(tmp_path: Path) -> None:
     """Two torchruns: the first one answers, and finds the rank of the second to be late."""
-    script = HERE / "planted_on_ranks" / "uneven_ranks.py"
+    script = written(tmp_path, ON_RANKS["uneven-ranks"])
     [port] = free_ports(1)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank"]
     rest = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -309,7 +310,7 @@ def test_ranks_of_two_machines(tmp_path: Path) -> None:
     assert first.startswith("uneven-ranks")
     assert "the others wait for rank 1, where data takes" in first
     assert second == ""
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.parametrize(

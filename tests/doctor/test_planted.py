@@ -16,12 +16,10 @@ from faststep.doctor.findings import suspects
 from faststep.doctor.runs import Length, Runs
 from faststep.doctor.sandbox import is_available
 
-HERE = Path(__file__).parent
-ON_RANKS = sorted((HERE / "planted_on_ranks").glob("*.py"))
-PLANTED = sorted((HERE / "planted").glob("*.py")) + ON_RANKS
-HEALTHY = sorted((HERE / "healthy").glob("*.py"))
-Measured = Callable[[Path, float], dict[str, Any]]
-SWITCHED = ("denormals", "page_faults")  # causes that only switches tell from others
+from .scripts import HEALTHY, ON_RANKS, PLANTED, written
+
+Measured = Callable[..., dict[str, Any]]
+SWITCHED = ("denormals", "page-faults")  # causes that only switches tell from others
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not is_available(), reason="no sandbox on this system"
@@ -29,26 +27,27 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def measured(started_in: Path, runs_of: Callable[..., Runs]) -> Measured:
+def measured(tmp_path: Path, started_in: Path, runs_of: Callable[..., Runs]) -> Measured:
     """The result of a run of a script, which leaves nothing behind."""
 
-    def measured(script: Path, seconds: float) -> dict[str, Any]:
-        runs = runs_of(script, ranks=2 if script in ON_RANKS else 1)
-        found = runs.measure(Length(seconds, 25), tries=script.stem in SWITCHED)
+    def measured(body: str, seconds: float, ranks: int = 1, tries: bool = False) -> dict[str, Any]:
+        runs = runs_of(written(tmp_path, body), ranks)
+        found = runs.measure(Length(seconds, 25), tries=tries)
         assert not list(started_in.iterdir())
         return found
 
     return measured
 
 
-@pytest.mark.parametrize("script", PLANTED, ids=lambda path: path.stem)
-def test_the_cause_is_suspected_first(script: Path, measured: Measured) -> None:
-    found = suspects(measured(script, 1.0))
+@pytest.mark.parametrize("name", [*PLANTED, *ON_RANKS])
+def test_the_cause_is_suspected_first(name: str, measured: Measured) -> None:
+    body, ranks = (ON_RANKS[name], 2) if name in ON_RANKS else (PLANTED[name], 1)
+    found = suspects(measured(body, 1.0, ranks, tries=name in SWITCHED))
     assert found, "nothing is suspected"
-    assert found[0].cause == script.stem.partition("_by_")[0].replace("_", "-"), found
+    assert found[0].cause == name.partition(" by ")[0], found
 
 
-@pytest.mark.parametrize("script", HEALTHY, ids=lambda path: path.stem)
-def test_nothing_is_wrong_with_what_looks_odd(script: Path, measured: Measured) -> None:
-    found = suspects(measured(script, 2.0))
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_wrong_with_what_looks_odd(name: str, measured: Measured) -> None:
+    found = suspects(measured(HEALTHY[name], 2.0))
     assert not [one for one in found if one.is_error or not one.needs_trial], found
