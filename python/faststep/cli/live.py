@@ -71,7 +71,7 @@ def _display(others: Others = list) -> Display:
     return Page(stream, others)
 
 
-class Log:
+class Log(Display):
     """Writes lines of JSON, as far as there is room."""
 
     def __init__(self, file: TextIO) -> None:
@@ -90,15 +90,12 @@ class Log:
             say(f"the log ends here: {error}")
             self._file = None
 
-    def wait(self, phase: str, seconds: float) -> None:
-        """Write nothing: a line has a step."""
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-class Text:
+class Text(Display):
     """Writes a line of text every ten seconds, and one for each other rank."""
 
     def __init__(self, others: Others = list) -> None:
@@ -127,7 +124,7 @@ class Text:
             self._left = None
 
 
-class Page:
+class Page(Display):
     """Draws on the last lines of a terminal; the script's output scrolls above them.
 
     The terminal is told which of its lines scroll, so nothing of the script is replaced. A

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .watching import Figures
+from .watching import Display, Figures
 
 RECENT = 10  # lines whose phases are averaged
 TIMEOUT = datetime.timedelta(seconds=30)
 
 
-class Peers:
-    """Takes a rank's lines to where others find them: a display of `Watch`.
+class Peers(Display):
+    """Takes a rank's lines to where others find them; the newest one stays there.
 
     Args:
         host: of the store.
@@ -51,12 +51,6 @@ class Peers:
                 self._store.set(_key(figures["rank"]), json.dumps({**figures, "phases": phases}))
             except RuntimeError as error:  # of a store that has ended with its process
                 self._lose(error)
-
-    def wait(self, phase: str, seconds: float) -> None:
-        """Tell nothing: a line has a step."""
-
-    def close(self) -> None:
-        """Leave the newest line there."""
 
     def told(self) -> list[Figures]:
         """The newest line of each rank but 0 that has told one, with phases averaged."""

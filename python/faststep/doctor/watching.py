@@ -7,7 +7,7 @@ import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch.optim import Optimizer
@@ -47,7 +47,7 @@ class Figures(TypedDict):
     gpu: dict[str, float] | None
 
 
-class Display(Protocol):
+class Display:
     """Takes lines; in another thread than that which trains, but for the last one."""
 
     def show(self, figures: Figures) -> None:
