@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import faststep
+from conftest import Run
 from faststep.optim.checks import OPTIONS
 from faststep.run.optimizers import CLASSES
 from programs import Programs
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 START = """
 import copy, functools, importlib, inspect, io, pickle, warnings

@@ -17,17 +17,16 @@ import sys
 import termios
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from conftest import Run
 from faststep.cli import live
 from faststep.doctor.watching import Figures, Watch, _number
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
 
 # Waits for its loader, and half as long in forward.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conftest import Run
 from programs import Programs
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def good(done: subprocess.CompletedProcess[str]) -> str:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
-
+from conftest import Run
 from programs import Programs
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 # Before the script: a torch with CUDA, whose parameters are marked by their value.
 START = """
