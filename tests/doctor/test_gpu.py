@@ -16,7 +16,6 @@ HEALTHY: dict[str, Any] = {
     "ClockInfo": 1980, "MaxClockInfo": 1980, "CurrentClocksThrottleReasons": 0,
     "PowerManagementLimit": 700000, "PowerManagementDefaultLimit": 700000, "PersistenceMode": 1,
 }  # fmt: skip
-MACHINE = {"operations": 10, "convolutions": 5}
 
 
 class NVMLError(Exception):
@@ -37,7 +36,7 @@ def said(monkeypatch: pytest.MonkeyPatch, cuda: int = 13000, **changed: Any) -> 
     if "refuses" in changed:
         nvml.nvmlInit = refuse
     monkeypatch.setitem(sys.modules, "pynvml", None if "missing" in changed else nvml)
-    properties = types.SimpleNamespace(major=9, minor=0, uuid="12-34")
+    properties = types.SimpleNamespace(uuid="12-34")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     param = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
@@ -46,7 +45,7 @@ def said(monkeypatch: pytest.MonkeyPatch, cuda: int = 13000, **changed: Any) -> 
     assert uuids == ([] if {"missing", "refuses"} & changed.keys() else ["GPU-12-34"])
     found = {
         "others": 0.0, "cores": 4, "swapped": 0, "peak": 1 << 20, "switched": {}, "loaders": [],
-        "machine": changed.get("machine", {}), "autocast": changed.get("autocast", {}), "gpu": gpu,
+        "gpu": gpu,
     }  # fmt: skip
     return system.notes(found, {})
 
@@ -74,8 +73,6 @@ def test_nothing_is_said_of_a_gpu_that_is_as_it_should_be(monkeypatch: pytest.Mo
         ({"cuda": 12080}, "driver 570.1 is older than torch's CUDA 13.0"),
         ({"missing": True}, "not known: nvidia-ml-py is not installed"),
         ({"refuses": True}, "not known: NVML says: the driver is not loaded"),
-        ({"machine": {**MACHINE, "convolutions": 0}}, "set_float32_matmul_precision('high')"),
-        ({"machine": MACHINE, "autocast": {"bfloat16": 9}}, "cudnn.benchmark = True"),
     ],
 )
 def test_settings_of_a_gpu_that_matter_are_said(
@@ -90,7 +87,6 @@ def test_settings_of_a_gpu_that_matter_are_said(
     [
         {"ClockInfo": 300, "CurrentClocksThrottleReasons": 0x1},  # idle
         {"PowerManagementLimit": 300000},  # which it does not reach
-        {"machine": {**MACHINE, "convolutions": 0}, "autocast": {"bfloat16": 9}},
     ],
 )
 def test_settings_that_cost_nothing_are_not_said(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-TENSOR_CORES = (8, 0)  # the least capability that multiplies in TF32
 SLOWED = 0.9  # of the highest clock, and of the usual limit of power
 # Why a clock is below the highest, by the bits of NVML, with the remedy.
 _REASONS = {
@@ -29,20 +28,9 @@ def described(optimizers: Iterable[Optimizer]) -> dict[str, Any] | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return {
-        "capability": [properties.major, properties.minor],
-        "precision": _precision(),
-        "benchmark": torch.backends.cudnn.benchmark,
         "cuda": torch.version.cuda,
         **_by_nvml(f"GPU-{properties.uuid}"),
     }
-
-
-def _precision() -> str:
-    """That of products in fp32: "highest" is without TF32."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the script has set it by another of torch's ways
-        return "set"
 
 
 def _by_nvml(uuid: str) -> dict[str, Any]:
@@ -72,7 +60,6 @@ def notes_on_gpu(found: Mapping[str, Any]) -> Iterator[str]:
     gpu = found["gpu"]
     if gpu is None:
         return
-    yield from _of_products(gpu, found)
     if "unknown" in gpu:
         yield f"clocks, power and driver of the GPU are not known: {gpu['unknown']}"
         return
@@ -91,20 +78,3 @@ def notes_on_gpu(found: Mapping[str, Any]) -> Iterator[str]:
         )
     if not gpu["persistent"]:
         yield "each start of the script waits for the GPU's driver: nvidia-smi -pm 1"
-
-
-def _of_products(gpu: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    machine = found["machine"]
-    if not machine.get("operations"):
-        return
-    can = tuple(gpu["capability"]) >= TENSOR_CORES
-    if can and gpu["precision"] == "highest" and not found["autocast"]:
-        yield (
-            "products are computed in fp32 without TF32, which rounds factors to 11 bits and is "
-            "several times as fast: torch.set_float32_matmul_precision('high')"
-        )
-    if machine["convolutions"] and not gpu["benchmark"]:
-        yield (
-            "cuDNN takes its convolutions unmeasured: torch.backends.cudnn.benchmark = True, if "
-            "the shapes of batches stay the same"
-        )
