@@ -1,7 +1,10 @@
-"""Scripts with one cause each, and scripts that only look odd; `written` makes a file of one."""
+"""Scripts with one cause each, scripts that only look odd, and how to run one."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 START = """
@@ -371,3 +374,15 @@ def written(folder: Path, body: str) -> Path:
     path = folder / "train.py"
     path.write_text(START + body)
     return path
+
+
+def python(folder: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What `python *words` does in a folder, in one thread: other tests run beside it."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

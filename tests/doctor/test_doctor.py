@@ -20,8 +20,10 @@ from faststep.doctor.runs import DoctorError, Length, Runs, free_ports
 from faststep.doctor.sandbox import Kind, is_available
 from faststep.run.program import Program
 
-from .scripts import ON_RANKS, written
+from .scripts import ON_RANKS, python, written
 
+TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+TWO_RANKS += ("-m", "faststep", "doctor")
 needs_sandbox = pytest.mark.skipif(
     sys.platform != "linux" or not is_available(), reason="no sandbox on this system"
 )
@@ -30,12 +32,8 @@ needs_sandbox = pytest.mark.skipif(
 def doctor(
     folder: Path, *arguments: object, path: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "faststep", "doctor", *map(str, arguments)]
-    # Other tests run beside these, and threads that wait for each other then take all the time.
-    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": str(path or os.environ["PATH"])}
-    return subprocess.run(
-        command, cwd=folder, env=alone, capture_output=True, text=True, check=False
-    )
+    words = ("-m", "faststep", "doctor", *arguments)
+    return python(folder, *words, PATH=str(path or os.environ["PATH"]))
 
 
 @needs_sandbox
@@ -89,16 +87,14 @@ def test_a_whole_answer(tmp_path: Path) -> None:
     assert "starved-loader" in (tmp_path / "page.html").read_text()
 
     workers = json.loads((tmp_path / "proven.json").read_text())["changes"]["loader"]["num_workers"]
-    command = [sys.executable, "-m", "faststep", "run", "--with", "proven.json", str(script), "1"]
-    kept = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    kept = python(tmp_path, "-m", "faststep", "run", "--with", "proven.json", script, 1)
     assert f"workers {workers}" in kept.stdout
     assert f"num_workers={workers}" in kept.stderr
 
 
 def test_a_file_that_is_none_of_the_doctors(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[]")
-    command = [sys.executable, "-m", "faststep", "run", "--with", "other.json", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(tmp_path, "-m", "faststep", "run", "--with", "other.json", "train.py")
     assert done.returncode == 2
     assert "'other.json' is no file of `doctor --save`" in done.stderr
 
@@ -234,11 +230,7 @@ def test_what_a_sandbox_without_namespaces_refuses(
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
     """Rank 0 answers for all; the others say nothing."""
     script = written(tmp_path, ON_RANKS["exposed-communication"])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "0.5"]
-    done = subprocess.run(
-        [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = python(tmp_path, *TWO_RANKS, "--minutes", "0.5", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A step takes") == 1
     assert done.stdout.startswith("exposed-communication")
@@ -276,13 +268,8 @@ def test_ranks_see_each_others_files_without_namespaces(tmp_path: Path, no_unsha
     (tmp_path / "train.py").write_text(FILES_OF_RANKS)
     (tmp_path / "both").write_text("+")
     (tmp_path / "removed").write_text("is there")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "1.5", "--network"]
-    done = subprocess.run(
-        [*command, "--only", "denormals", "train.py"],
-        cwd=tmp_path, env={**os.environ, "PATH": str(no_unshare), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    options = ("--minutes", "1.5", "--network", "--only", "denormals")
+    done = python(tmp_path, *TWO_RANKS, *options, "train.py", PATH=str(no_unshare))
     assert done.returncode == 0, done.stderr
     assert "A step takes" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "both", "removed"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,8 @@ from faststep.doctor.remedies import general, is_chosen
 from faststep.doctor.runs import DoctorError, Length, Runs
 from faststep.doctor.sandbox import is_available
 from faststep.doctor.trials import Trials
+
+from .scripts import python
 
 LENGTH = Length(0.5, 8)
 BLOCKS = """
@@ -137,8 +137,7 @@ def test_another_allocator_is_loaded_first(
     with pytest.raises(DoctorError, match="AssertionError"):
         runs.measure(LENGTH)
     (tmp_path / "proven.json").write_text(json.dumps({"changes": known["tcmalloc"]}))
-    command = [sys.executable, "-m", "faststep", "run", "--with", "proven.json", "train.py", "a b"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(tmp_path, "-m", "faststep", "run", "--with", "proven.json", "train.py", "a b")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"{library} allocates") == 1
 
@@ -190,14 +189,11 @@ print(made.dtype, repr(float(made.detach().square().mean())))
 @pytest.mark.skipif(
     "avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="bfloat16 is not faster"
 )
-def test_autocast_that_is_accepted_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_autocast_that_is_accepted_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LARGE.replace("STEPS", "100000"))
-    command = [sys.executable, "-m", "faststep", "doctor", "--minutes", "2", "--only", "autocast"]
-    command += ["--json", "answer.json", "--save", "proven.json", "--accept", "autocast to bf16"]
-    done = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    words = ["-m", "faststep", "doctor", "--minutes", "2", "--only", "autocast"]
+    words += ["--json", "answer.json", "--save", "proven.json", "--accept", "autocast to bf16"]
+    done = python(tmp_path, *words, "train.py")
     assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "answer.json").read_text())
     [trial] = answer["trials"]
@@ -209,10 +205,6 @@ def test_autocast_that_is_accepted_is_kept(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "train.py").write_text(LARGE.replace("STEPS", "3"))
     said = []
     for options in ((), ("-m", "faststep", "run", "--with", "proven.json")):
-        done = subprocess.run(
-            [sys.executable, *options, "train.py"],
-            cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        said.append(done.stdout.split())
+        said.append(python(tmp_path, *options, "train.py").stdout.split())
     assert said[0][0] == said[1][0] == "torch.float32"
     assert said[0][1] != said[1][1]
