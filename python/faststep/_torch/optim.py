@@ -19,7 +19,6 @@ __all__ = [
     "OptState",
     "cuda_amp_is_unavailable",
     "dtypes_of",
-    "get_grad_dtype",
     "global_post_hooks",
     "global_pre_hooks",
     "has_torchs_passes",
@@ -29,7 +28,6 @@ __all__ = [
     "is_torchs",
     "method_of_script",
     "replaces_unscaling",
-    "set_grad_dtype",
     "step_dtype",
     "step_pre_hooks",
     "update_scale_as_torch",
@@ -118,26 +116,6 @@ def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
-
-
-def get_grad_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype that `tensor.grad` must have; None if it may have any.
-
-    Raises:
-        RuntimeError: this torch has no such setting (before 2.10).
-    """
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(
-            f"torch {torch.__version__} does not let .grad have another dtype than its parameter; "
-            "gradients in float32 need torch 2.10 or later"
-        )
-    dtype: torch.dtype | None = tensor.grad_dtype
-    return dtype
-
-
-def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Set what `get_grad_dtype` returns."""
-    tensor.grad_dtype = dtype
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:

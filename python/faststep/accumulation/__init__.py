@@ -13,7 +13,7 @@ from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
 from ..optim.wrapped import unwrapped
 from .helper import Accumulation
-from .sharded import is_sharded
+from .reduction import is_sharded
 from .window import Normalize, Window
 
 __all__ = ["Accumulation", "accumulate"]
@@ -73,7 +73,7 @@ def accumulate(
             micro-step, a `model` that is inside of a DistributedDataParallel.
         ValueError: `steps`, `normalize` or `dtype` out of range, `in_pairs` without a dtype, a
             parameter of two optimizers, or accelerate's own accumulation is on.
-        RuntimeError: the optimizer accumulates already; or torch is too old for `dtype`.
+        RuntimeError: the optimizer accumulates already.
     """
     optimizers = _unwrapped(optimizer)
     _check_options(steps, model, normalize, dtype, in_pairs)

@@ -1,21 +1,46 @@
-"""DistributedDataParallel: no communication inside a window, sums over the ranks at its end."""
+"""The ranks of a window: no communication inside of it, sums over all of them at its end."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from .._torch.ddp import rebuild_buckets
-from .._torch.ranks import world_size
+from .._torch.fsdp import drop_local_grads, fsdp_modules_of, groups_of_fsdp, reduce_local_grads
 
 _ALONE = 1 << 18  # elements; a tensor of at least so many is reduced in place
 _BUCKET = 1 << 22  # elements; smaller tensors are copied into buckets of at most this size
+
+
+class Sharded(Protocol):
+    """The parts of faststep.zero's optimizers that accumulation uses."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside send nothing."""
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """True if the ranks' gradients of low-precision parameters are added up in fp32."""
+
+    def add_up(self, numbers: torch.Tensor) -> int:
+        """Replace numbers by their sums over all ranks; the number of ranks."""
+
+    def reduce(self) -> None:
+        """Reduce what no_sync() has left."""
+
+
+def is_sharded(optimizer: Any) -> TypeGuard[Sharded]:
+    """True if this is an optimizer of faststep.zero, which builds on nothing of this folder."""
+    return isinstance(optimizer, Optimizer) and hasattr(type(optimizer), "add_up")
 
 
 class Ranks:
@@ -28,9 +53,15 @@ class Ranks:
         TypeError: the model is sharded or wrapped in a way that is not supported.
     """
 
+    knows_model = False  # whether nobody else reduces the gradients
+    reduces = False  # whether `reduce` puts means into `.grad`, where others need `add_up`
+    keeps_sums = False  # whether the sums of an open window are where `.grad` does not show them
+
     def __init__(self, model: nn.Module | None) -> None:
         self._quiet = contextlib.ExitStack()
         self._model: DistributedDataParallel | None = None
+        self._groups: list[Any] = []
+        self._device = torch.device("cpu")
         if model is None:
             return
         if not isinstance(model, nn.Module):
@@ -42,7 +73,8 @@ class Ranks:
                     "accumulate() does not support DistributedDataParallel(static_graph=True): "
                     "torch's fails when its first backward is inside no_sync()"
                 )
-            self._model = inner
+            self._model, self.knows_model = inner, True
+            self._reduce_over([inner.process_group], model)
             return
         for name, part in inner.named_modules():
             if hasattr(part, "no_sync") or hasattr(part, "set_requires_gradient_sync"):
@@ -53,26 +85,20 @@ class Ranks:
                     "fully_shard"
                 )
 
-    @property
-    def knows_model(self) -> bool:
-        """True if the model is a DistributedDataParallel."""
-        return self._model is not None
+    def _reduce_over(self, groups: list[Any], model: nn.Module) -> None:
+        self._groups = groups
+        self._device = next((param.device for param in model.parameters()), self._device)
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return 1 if self._model is None else world_size(self._model.process_group)
+        return math.prod(map(dist.get_world_size, self._groups))
 
     def set_quiet(self, quiet: bool) -> None:
         """Keep the model from communicating in forward and backward; False allows it again."""
         self._quiet.close()
         if quiet and self._model is not None:
             self._quiet.enter_context(self._model.no_sync())
-
-    @property
-    def keeps_sums(self) -> bool:
-        """True if the sums of an open window are where `.grad` does not show them."""
-        return False
 
     def drop(self) -> None:
         """Drop the sums of the open window that are not in `.grad`."""
@@ -84,13 +110,14 @@ class Ranks:
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these numbers over all ranks; a collective."""
-        if self._model is None:
-            return list(numbers)
-        device = next((p.device for p in self._model.parameters()), None)
-        exact = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(exact, group=self._model.process_group)
+        exact = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(exact, group=group)
         found: list[float] = exact.tolist()
         return found
+
+    def reduce(self) -> None:
+        """Reduce the gradients of a window that ended early to their mean; a collective."""
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over all ranks, which pass the same shapes; collectives."""
@@ -114,6 +141,65 @@ class Ranks:
             for index, part in zip(bucket, parts, strict=True):
                 if part.data_ptr() != tensors[index].data_ptr():
                     tensors[index].copy_(part.view(tensors[index].shape))
+
+
+class ShardedRanks(Ranks):
+    """Ranks whose gradients an optimizer of faststep.zero reduces."""
+
+    knows_model = reduces = True
+
+    def __init__(self, optimizer: Sharded) -> None:
+        super().__init__(None)
+        self._optimizer = optimizer
+
+    @property
+    def world(self) -> int:
+        return self._optimizer.add_up(torch.zeros(0))
+
+    def set_quiet(self, quiet: bool) -> None:
+        self._quiet.close()
+        if quiet:
+            self._quiet.enter_context(self._optimizer.no_sync())
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        exact = torch.tensor(numbers, dtype=torch.float64)
+        self._optimizer.add_up(exact)
+        found: list[float] = exact.tolist()
+        return found
+
+    def reduce(self) -> None:
+        self._optimizer.reduce()
+
+
+class FullyShardedRanks(Ranks):
+    """The ranks of a model to which fully_shard was applied.
+
+    Until the last micro-step the sums of whole gradients stay inside FSDP2, and `.grad` is None.
+    """
+
+    knows_model = reduces = keeps_sums = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(None)
+        self._modules = fsdp_modules_of(uncompiled(model))
+        self._reduce_over(groups_of_fsdp(self._modules), model)
+
+    def set_quiet(self, quiet: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(not quiet, recurse=False)
+
+    def reduce(self) -> None:
+        reduce_local_grads(self._modules)
+
+    def drop(self) -> None:
+        drop_local_grads(self._modules)
+
+
+def ranks_of(optimizer: Optimizer, model: nn.Module | None) -> Ranks:
+    """Who reduces the gradients."""
+    if isinstance(model, nn.Module) and fsdp_modules_of(uncompiled(model)):
+        return FullyShardedRanks(model)
+    return ShardedRanks(optimizer) if is_sharded(optimizer) else Ranks(model)
 
 
 def _buckets(tensors: Sequence[Tensor], alike: list[int]) -> list[list[int]]:

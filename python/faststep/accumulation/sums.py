@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .._torch.optim import get_grad_dtype, set_grad_dtype
 from ..grads.add import Addition, add_alike, add_all
 from ..grads.dtensors import align_all
 from ..grads.hooks import Hooked, weakly
@@ -24,7 +23,7 @@ class _Sum:
 
     def __init__(self, param: Tensor, name: str) -> None:
         self.name = name
-        self.grad_dtype = get_grad_dtype(param)
+        self.grad_dtype = param.grad_dtype
         self.buffer: Tensor | None = None
         self.generation = 0  # the number of the window whose sum is in the buffer
         self.hidden = False  # a sum is in the buffer, but was taken out of `.grad` here
@@ -66,7 +65,7 @@ class Sums:
 
     def _begin(self, name: str, param: Tensor) -> None:
         mine = _Sum(param, name)
-        set_grad_dtype(param, None)  # lets .grad be fp32
+        param.grad_dtype = None  # lets .grad be fp32
         self._sums.add(param, mine, self._hook)
         if param.grad is not None:
             self._add(mine, param)
@@ -273,7 +272,7 @@ class Sums:
         self.round([param for param, _ in found], 1.0)
         self._sums.remove()
         for param, mine in found:
-            set_grad_dtype(param, mine.grad_dtype)
+            param.grad_dtype = mine.grad_dtype
 
 
 def _fits(buffer: Tensor, grad: Tensor) -> bool:

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch.compiler import uncompiled
-from .._torch.fsdp import fsdp_modules_of
 from ..grads import divide as division
 from ..grads.buckets import reducing_model
 from ..grads.owners import accumulating
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
-from .fsdp_ranks import FullyShardedRanks
 from .marks import Mark, mark_of
-from .reduction import Ranks
-from .sharded import ReducingRanks, ShardedRanks, is_sharded
+from .reduction import ranks_of
 from .steps import StepHooks, Steps
 from .sums import LOW_PRECISION, Sums
 
@@ -51,7 +47,7 @@ class Window:
         self.broken = False
         self.model = model
         self._model_checked = False
-        self.ranks = _ranks_of(optimizers[0], model)
+        self.ranks = ranks_of(optimizers[0], model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums(in_pairs)
         self.steps_taken = Steps(self.optimizers)
@@ -189,7 +185,7 @@ class Window:
             if self.normalize == "tokens":
                 return self.ranks.total([self.count])[0] / world
             return float(self.micro_step) if self.normalize == "mean" else 1.0
-        if isinstance(self.ranks, ReducingRanks):
+        if self.ranks.reduces:
             self.ranks.reduce()
             micro_steps, count = self.ranks.total([float(self.micro_step), self.count])
             divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize] / world
@@ -316,13 +312,6 @@ class Window:
         if self.ready:
             self.steps_taken.note(optimizer)
             self.mark()
-
-
-def _ranks_of(optimizer: Optimizer, model: nn.Module | None) -> Ranks:
-    """Who reduces the gradients."""
-    if isinstance(model, nn.Module) and fsdp_modules_of(uncompiled(model)):
-        return FullyShardedRanks(model)
-    return ShardedRanks(optimizer) if is_sharded(optimizer) else Ranks(model)
 
 
 def _undo(hooks: list[StepHooks], sums: Sums | None) -> None:

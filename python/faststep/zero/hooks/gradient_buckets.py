@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._torch.optim import set_grad_dtype
 from ...grads.add import Addition, add_alike
 from ..layout.cuts import Bucket
 from ..layout.flat_params import FlatParams
@@ -61,7 +60,7 @@ class GradientBucket:
         for place, begin, count, at in layout.pieces_of(group.rank):
             grad = self.values[at - layout.part * group.rank :][:count]
             values = self.params.piece(at, count)
-            set_grad_dtype(values, None)  # that of the slice
+            values.grad_dtype = None  # that of the slice
             slots[place].part = Part(values, grad, begin)
 
     def begin(self) -> None:
