@@ -195,6 +195,7 @@ class Way:
         pending: set[int] = set()
         best: list[int] = []
         run: list[int] = []
+        most = self.all_loads
         for one in self.code * 2:
             if any(one.waits >> board & 1 for board in pending):
                 pending, run = set(), []
@@ -202,7 +203,7 @@ class Way:
                 run.append(size)
                 if one.sets != NONE:
                     pending.add(one.sets)
-            best = max(best, run[: self.all_loads], key=len)
+            best = max(best, run[:most], key=len)
         return best
 
 
