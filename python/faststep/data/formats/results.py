@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 
 from .common import FormatError
 from .manifest import MANIFEST, files_of
@@ -45,7 +45,6 @@ class Destination:
         """Makes the hidden directory."""
         self.folder = _hidden_beside(self.target)
         self._identity = _identity(self.folder)
-        os.chmod(self.folder, 0o777 & ~_umask())
 
     def _written(self) -> set[str]:
         """The files of an earlier result in the destination, by its manifest.
@@ -152,13 +151,10 @@ def _identity(folder: str) -> tuple[int, int] | None:
 
 
 def _hidden_beside(target: str) -> str:
-    return tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    parent, name = os.path.split(target)
+    path = os.path.join(parent, f".{name}-{secrets.token_hex(4)}")
+    os.mkdir(path)
+    return path
 
 
 def _sync(folder: str) -> None:
