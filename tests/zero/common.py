@@ -157,6 +157,12 @@ def _other(module: Any, name: str, params: Any) -> Any:
     return getattr(module, name)(params, **OTHERS[name])
 
 
+def check_error(work: Callable[[], object], text: str) -> None:
+    """A call raises this, in words, or with it in them."""
+    said = error_of(work)
+    assert text in said, said
+
+
 def error_of(work: Callable[[], object]) -> str:
     """What a call raises, in words."""
     try:

@@ -108,43 +108,31 @@ def test_nothing_is_gathered(rank: int, world: int) -> None:
     ]
     save(model, sharded, path / "kept")
     written = sum(file.stat().st_size for file in (path / "kept").glob(f"__{rank}_*"))
-    said = {
-        "keys": sorted(states) == sorted(name for name, _ in model.named_parameters()),
-        "same memory": all(t.untyped_storage().data_ptr() in live for t in shards if t.numel()),
-        "share": sum(t.nbytes for t in shards) / (2 * sum(p.nbytes for p in model.parameters())),
-        "written": written / (2 * sum(p.nbytes for p in model.parameters())),
-    }
     remove(path)
-    assert said["keys"]
-    assert said["same memory"]
-    assert said["share"] < 0.6  # of a few chunks, on 3 ranks
-    assert said["written"] < 0.7
+    assert sorted(states) == sorted(name for name, _ in model.named_parameters())
+    assert all(t.untyped_storage().data_ptr() in live for t in shards if t.numel())
+    everything = 2 * sum(p.nbytes for p in model.parameters())
+    assert sum(t.nbytes for t in shards) < 0.6 * everything  # of a few chunks, on 3 ranks
+    assert written < 0.7 * everything
 
 
 @on_ranks(3)
 def test_a_state_dict_before_the_first_step(rank: int, world: int) -> None:
     """An optimizer without states, before and after it was asked for its state dict."""
-    said: dict[str, Any] = {}
     model, sharded = made("AdamW", None)
     before = [p.detach().clone() for p in model.parameters()]
     states = get_optimizer_state_dict(model, sharded)
-    said["steps"] = {float(entries["step"]) for entries in states["state"].values()}
-    said["zeros"] = all(
-        entries["exp_avg"].part is None or not entries["exp_avg"].part[1].any()
-        for entries in states["state"].values()
-    )
-    said["untouched"] = differences(before, model.parameters())
-    said["grads"] = sum(p.grad is not None for p in model.parameters())
-    said["lr"] = sharded.param_groups[0]["lr"]
-    said["left"] = len(sharded.state)
+    for entries in states["state"].values():
+        assert float(entries["step"]) == 0.0
+        assert entries["exp_avg"].part is None or not entries["exp_avg"].part[1].any()
+    assert differences(before, model.parameters()) == []
+    assert all(p.grad is None for p in model.parameters())
+    assert sharded.param_groups[0]["lr"] == 0.01
+    assert len(sharded.state) == 0
     whole = Given(SHAPES, LOW)
     plain = optimizer_of("AdamW", whole.parameters())
     both_step(sharded, model, plain, whole, 1)
-    said["goes on"] = differences(model.parameters(), whole.parameters())
-    assert said == {
-        "steps": {0.0}, "zeros": True, "untouched": [], "grads": 0, "lr": 0.01, "left": 0,
-        "goes on": [],
-    }  # fmt: skip
+    assert differences(model.parameters(), whole.parameters()) == []
 
 
 @on_ranks(2, name=UNUSED)

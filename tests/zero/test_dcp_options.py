@@ -88,43 +88,39 @@ def _error(work: Callable[[], object]) -> str:
 
 @on_ranks(2)
 def test_what_slices_cannot_do(rank: int, world: int) -> None:
-    said: dict[str, Any] = {}
     path = shared_folder()
     model, sharded = made("AdamW", None)
     both_step(sharded, model, optimizer_of("AdamW", model.parameters()), model, 1)
     states = get_optimizer_state_dict(model, sharded)
     first = states["state"]["p0"]["exp_avg"]
-    said["repr"] = repr(first)
-    said["sum"] = _error(first.sum)
-    said["copy"] = _error(lambda: torch.empty(300, 70).copy_(first))
+    assert "'p0'" in repr(first)
     writer = dcp.FileSystemWriter(path / "other")
-    said["writer"] = _error(lambda: dcp.async_save(states, storage_writer=writer))
+    for use in (
+        first.sum,
+        lambda: torch.empty(300, 70).copy_(first),
+        lambda: dcp.async_save(states, storage_writer=writer),
+    ):
+        assert "this rank has a slice of it" in _error(use)
     new, ours = made("AdamW", None, 1e-3)
     before = {key: dict(value) for key, value in ours.state.items()}
-    said["other slices"] = _error(lambda: set_optimizer_state_dict(new, ours, states))
+    text = _error(lambda: set_optimizer_state_dict(new, ours, states))
+    assert text.startswith("RuntimeError: load_state_dict(): "), text
+    assert "other slices" in text
     whole = sharded.state_dict()
     sent = [whole]
     dist.broadcast_object_list(sent, 0)
     sent[0]["state"][0]["exp_avg"] = torch.zeros(3, 3)
-    said["shape"] = _error(lambda: ours.load_state_dict(sent[0]))
-    said["kept"] = before == {key: dict(value) for key, value in ours.state.items()}
+    text = _error(lambda: ours.load_state_dict(sent[0]))
+    assert "'p0'" in text, text
+    assert "(3, 3)" in text
+    assert before == {key: dict(value) for key, value in ours.state.items()}
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
     again = torch.load(file, weights_only=False)["state"]["p0"]["exp_avg"]
-    said["pickled"] = (again.part is None) is (first.part is None)
-    if first.part is not None:
-        said["pickled"] = torch.equal(again.part[1], first.part[1])
+    assert (again.part is None) is (first.part is None)
+    assert first.part is None or torch.equal(again.part[1], first.part[1])
     remove(path)
-    assert "'p0'" in said["repr"]
-    for name in ("sum", "copy", "writer"):
-        assert "this rank has a slice of it" in said[name], said[name]
-    assert said["other slices"].startswith("RuntimeError: load_state_dict(): "), said
-    assert "other slices" in said["other slices"]
-    assert "'p0'" in said["shape"], said["shape"]
-    assert "(3, 3)" in said["shape"]
-    assert said["kept"]
-    assert said["pickled"]
 
 
 class _FailingWriter(dcp.FileSystemWriter):

@@ -99,7 +99,6 @@ def test_loading_between_runs_with_and_without(rank: int, world: int) -> None:
     """States of runs that kept no masters, and masters in runs that keep none."""
     warnings.simplefilter("ignore")
     path = shared_folder()
-    said: dict[str, Any] = {}
     low = Given(SHAPES, DTYPES)  # an unsharded run, whose states are as its parameters
     plain = faststep.optim.AdamW(low.parameters(), lr=0.01)
     for param, grad in zip(low.parameters(), grads_for(low, 1), strict=True):
@@ -128,22 +127,13 @@ def test_loading_between_runs_with_and_without(rank: int, world: int) -> None:
             load(model, sharded, path / "plain", planner=planner)
         whole, reference = expected()
         _steps(sharded, model, whole, reference, (2, 3))
-        said[how] = unlike(sharded, model, whole, reference)
+        assert not unlike(sharded, model, whole, reference), how
     sent = [sharded.state_dict()]
     dist.broadcast_object_list(sent, 0)
     for count, group in {1: dist.new_group([0]), 2: None}.items():
         if rank < count:
             _, other = _made("AdamW", group, masters=False)
             other.load_state_dict(copy.deepcopy(sent[0]))
-            said[f"dropped on {count}"] = {
-                key: {
-                    value.dtype for s in other.state.values() for k, value in s.items() if k == key
-                }
-                for key in (MASTER, "exp_avg")
-            }
+            assert not any(MASTER in state for state in other.state.values())
+            assert torch.bfloat16 in {state["exp_avg"].dtype for state in other.state.values()}
     remove(path)
-    assert said["dict"] == said["torch"] == said["taken over"] == []
-    for count in range(rank + 1, 3):
-        dropped = said[f"dropped on {count}"]
-        assert dropped[MASTER] == set()
-        assert torch.bfloat16 in dropped["exp_avg"]

@@ -18,7 +18,7 @@ from faststep import zero
 from faststep._torch.dtensor import full_tensor
 from ranks import on_ranks
 
-from .common import Given, differences, error_of, grads_for
+from .common import Given, check_error, differences, grads_for
 
 SHAPES = [(300, 70), (70,), (5, 5)]
 
@@ -26,38 +26,30 @@ SHAPES = [(300, 70), (70,), (5, 5)]
 @on_ranks(2)
 def test_parameters_that_are_sharded_already(rank: int, world: int) -> None:
     """Parameters that are sharded already, of which only some are in the second optimizer."""
-    said: dict[str, Any] = {}
     model = Given(SHAPES, [torch.float32])
     first = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=1.0))
     second = torch.optim.SGD([model.p1, model.p2], lr=1.0)
     where = [p.data_ptr() for p in model.parameters()]
-    said["again"] = error_of(lambda: zero.shard(model, second))
-    said["at stage 3"] = error_of(lambda: zero.shard(model, second, stage=3))
-    said["wrapped"] = error_of(
-        lambda: zero.shard(nn.parallel.DistributedDataParallel(model), second)
-    )
-    said["moved"] = where != [p.data_ptr() for p in model.parameters()]
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    for one, stage in ((model, 2), (model, 3), (wrapper, 2)):
+        text = "TypeError: shard(): parameter 'p1' is sharded"
+        check_error(lambda m=one, s=stage: zero.shard(m, second, stage=s), text)  # type: ignore[misc]
+    assert where == [p.data_ptr() for p in model.parameters()]
     before = [p.detach().clone() for p in model.parameters()]
     model(grads_for(model, 1)).backward()
     first.step()
     expected = [b - g for b, g in zip(before, grads_for(model, 1), strict=True)]
-    said["differ"] = differences(expected, model.parameters())
-    said["second"] = second.state_dict()["param_groups"][0]["lr"]
+    assert differences(expected, model.parameters()) == []
+    assert second.state_dict()["param_groups"][0]["lr"] == 1.0
     kept = first if rank else None  # one rank alone still has the first optimizer
     del first
     gc.collect()
     third = torch.optim.SGD(model.parameters(), lr=1.0)
-    said["on one rank"] = error_of(lambda: zero.shard(model, third))
+    text = "rank 1 has 'p0' (300, 70) torch.float32 (0.0, sharded)"
+    check_error(lambda: zero.shard(model, third), text)
     del kept
     gc.collect()
-    said["later"] = error_of(lambda: zero.shard(model, third))
-    for how in ("again", "at stage 3", "wrapped"):
-        assert said[how].startswith("TypeError: shard(): parameter 'p1' is sharded"), said[how]
-    assert not said["moved"]
-    assert said["differ"] == []
-    assert said["second"] == 1.0
-    assert "rank 1 has 'p0' (300, 70) torch.float32 (0.0, sharded)" in said["on one rank"]
-    assert said["later"] == "no error"
+    zero.shard(model, third)
 
 
 class _Blocks(nn.Module):
@@ -78,55 +70,44 @@ class _Blocks(nn.Module):
 @on_ranks(2)
 def test_blocks_of_stage_3(rank: int, world: int) -> None:
     """Blocks that fully_shard refuses, or would take in another order."""
-    said: dict[str, Any] = {}
     model = _Blocks()
 
-    def sharded(*blocks: Any, at: Any = model) -> str:
-        optimizer = torch.optim.SGD(at.parameters(), lr=0.1)
-        text = error_of(lambda: zero.shard(at, optimizer, stage=3, blocks=blocks))
+    def refuse(text: str, *blocks: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        check_error(lambda: zero.shard(model, optimizer, stage=3, blocks=blocks), text)
         assert optimizer.state_dict()["param_groups"], "it was replaced"
-        assert not any(isinstance(param, DTensor) for param in at.parameters())
-        return text
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
 
-    said["list"] = sharded(model.head, model.pairs[0])
-    said["model"] = sharded(model.head, model)
-    said["twice"] = sharded(model.head, model.head)
-    said["stranger"] = sharded(model.head, nn.Linear(1, 1))
-    said["name"] = sharded(model.head, "head")
+    for block, text in (
+        (model.pairs[0], "TypeError: shard(): blocks[1] is a ModuleList, which has no forward"),
+        (model, "ValueError: shard(): blocks[1] is the model itself"),
+        (model.head, "ValueError: shard(): blocks[1] is there twice"),
+        (nn.Linear(1, 1), "ValueError: shard(): blocks[1] is not in the model"),
+        ("head", "TypeError: shard(): blocks[1] must be a torch.nn.Module, not str"),
+    ):
+        refuse(text, model.head, block)
     model.scalar.data = torch.ones(())
-    said["0-d"] = sharded(model.head)
+    refuse("TypeError: shard(stage=3): parameter 'scalar' is 0-d", model.head)
     model.scalar.data = torch.ones(1)
     model.head[0].weight.data = torch.ones(4, 4, 2)[:, :, 0]
-    said["strides"] = sharded(model.head)
+    refuse("TypeError: shard(stage=3): parameter 'head.0.weight' is not contiguous", model.head)
     model.head[0].weight.data = torch.ones(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = zero.shard(model, optimizer, stage=3)
     model(torch.ones(2, 4)).sum().backward()
     made.step()
-    said["found"] = sum(isinstance(one, FSDPModule) for one in model.modules())
+    # The six in the lists, the two of the head, and the model.
+    assert sum(isinstance(one, FSDPModule) for one in model.modules()) == 9
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    for stage in (2, 3):
-        said[f"again at {stage}"] = error_of(lambda s=stage: zero.shard(model, other, stage=s))
+    text = "TypeError: shard(): parameter 'head.1.bias' is a DTensor"
+    check_error(lambda: zero.shard(model, other), text)
+    text = "TypeError: shard(stage=3): parameter 0 of group 0 is sharded already"
+    check_error(lambda: zero.shard(model, other, stage=3), text)
     nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     outer, inner = nested[0], nested[0][0]
     one = torch.optim.SGD(nested.parameters(), lr=0.1)
-    said["outer first"] = error_of(lambda: zero.shard(nested, one, stage=3, blocks=[outer, inner]))
+    zero.shard(nested, one, stage=3, blocks=[outer, inner])
     nested(torch.ones(1, 4)).sum().backward()
-    assert said.pop("found") == 9  # the six in the lists, the two of the head, and the model
-    assert said.pop("outer first") == "no error"
-    for name, text in {
-        "list": "TypeError: shard(): blocks[1] is a ModuleList, which has no forward",
-        "model": "ValueError: shard(): blocks[1] is the model itself",
-        "twice": "ValueError: shard(): blocks[1] is there twice",
-        "stranger": "ValueError: shard(): blocks[1] is not in the model",
-        "name": "TypeError: shard(): blocks[1] must be a torch.nn.Module, not str",
-        "0-d": "TypeError: shard(stage=3): parameter 'scalar' is 0-d",
-        "strides": "TypeError: shard(stage=3): parameter 'head.0.weight' is not contiguous",
-        "again at 2": "TypeError: shard(): parameter 'head.1.bias' is a DTensor",
-        "again at 3": "TypeError: shard(stage=3): parameter 0 of group 0 is sharded already",
-    }.items():
-        assert said.pop(name).startswith(text), name
-    assert said == {}
 
 
 class _Buffers(nn.Module):
@@ -173,14 +154,7 @@ def test_a_placeholder_can_always_be_printed(rank: int, world: int) -> None:
     alive = repr(grad)
     del optimizer
     gc.collect()
-    alive, gone, text, norm, detached = [
-        alive,
-        repr(grad),
-        str(grad),
-        error_of(grad.norm),
-        repr(grad.detach()),
-    ]
     assert "gradient of 'p0'" in alive
-    assert gone == text == detached
-    assert "is gone" in gone
-    assert norm.startswith("RuntimeError: faststep.zero: the optimizer that had this gradient")
+    assert repr(grad) == str(grad) == repr(grad.detach())
+    assert "is gone" in repr(grad)
+    check_error(grad.norm, "RuntimeError: faststep.zero: the optimizer that had this gradient")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,7 +10,7 @@ import faststep
 from faststep import zero
 from ranks import on_ranks
 
-from .common import SHAPES, Given, differences, error_of, grads_for, mean_of, states_differ
+from .common import SHAPES, Given, differences, grads_for, mean_of, states_differ
 
 
 def _set_means(model: Given, whole: Given, world: int, scale: float, *seeds: int) -> None:
@@ -30,7 +29,7 @@ def test_two_nodes_of_two_ranks(rank: int, world: int) -> None:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups = {"process_group": inside[rank // 2], "replicate_group": across[rank % 2]}
-    said: dict[str, Any] = {"wrong": [], "skipped": []}
+    wrong: list[str] = []
     model, whole = Given(SHAPES, [torch.float32]), Given(SHAPES, [torch.float32])
     if rank == 3:
         with torch.no_grad():
@@ -53,37 +52,25 @@ def test_two_nodes_of_two_ranks(rank: int, world: int) -> None:
             one.step(opt, max_norm=1.0)
             one.update()
             opt.zero_grad()
-        said["skipped"].append(optimizer.step_was_skipped)
-        wrong = differences(model.parameters(), whole.parameters())
-        said["wrong"] += [f"step {step}, p{number}" for number in wrong]
-    said["wrong"] += states_differ(optimizer, reference)
-    said["sum"] = optimizer.add_up(torch.ones(1))
-    saved = optimizer.state_dict()
-    said["saved"] = len(saved["state"])
-    sent = [saved]
+        assert optimizer.step_was_skipped == (step == 2)
+        differ = differences(model.parameters(), whole.parameters())
+        wrong += [f"step {step}, p{number}" for number in differ]
+    wrong += states_differ(optimizer, reference)
+    assert optimizer.add_up(torch.ones(1)) == 4
+    sent = [optimizer.state_dict()]
+    assert len(sent[0]["state"]) == (0 if rank else len(SHAPES))
     dist.broadcast_object_list(sent, 0)
     fresh = Given(SHAPES, [torch.float32])
     loaded = zero.shard(fresh, torch.optim.AdamW(fresh.parameters(), lr=0.01), **groups)
     loaded.load_state_dict(sent[0])
-    said["wrong"] += states_differ(loaded, reference)
-    said["one group"] = error_of(
-        lambda: zero.shard(
-            fresh, torch.optim.SGD(fresh.parameters()),
-            process_group=inside[rank // 2], replicate_group=inside[rank // 2],
-        )
-    )  # fmt: skip
-    said["alone"] = error_of(
-        lambda: zero.shard(
-            fresh, torch.optim.SGD(fresh.parameters()), replicate_group=across[rank % 2]
-        )
-    )
+    wrong += states_differ(loaded, reference)
+    assert not wrong, wrong
+    sgd, group = torch.optim.SGD(fresh.parameters()), inside[rank // 2]
+    with pytest.raises(ValueError, match="must have this rank alone in common"):
+        zero.shard(fresh, sgd, process_group=group, replicate_group=group)
+    with pytest.raises(ValueError, match=r"^shard\(\): replicate_group needs process_group"):
+        zero.shard(fresh, sgd, replicate_group=across[rank % 2])
     odd = Given([(3, 4), (6,) if rank == 2 else (5,)], [torch.float32])
-    said["differ"] = error_of(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters()), **groups))
-    assert said["saved"] == (0 if rank else len(SHAPES))
-    assert said["wrong"] == [], said["wrong"]
-    assert said["skipped"] == [False, False, True, False, False]
-    assert said["sum"] == 4
-    assert "must have this rank alone in common" in said["one group"]
-    assert said["alone"].startswith("ValueError: shard(): replicate_group needs process_group")
-    assert said["differ"].startswith("RuntimeError: shard(): the ranks differ")
-    assert "rank 2 has 'p1' (6,)" in said["differ"]
+    text = r"^shard\(\): the ranks differ.*rank 2 has 'p1' \(6,\)"
+    with pytest.raises(RuntimeError, match=text):
+        zero.shard(odd, torch.optim.SGD(odd.parameters()), **groups)
