@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from faststep import zero
+from faststep._torch.dtensor import full_tensor
 
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -41,10 +41,6 @@ def _fully_shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     params = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [params[names[id(param)]] for param in group["params"]]
-
-
-def whole(value: Any) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value  # type: ignore[no-any-return]
 
 
 class Run:
@@ -91,7 +87,7 @@ class Run:
         values += self.kept
         if self.has_ddp:  # the buffers of a plain model are the rank's own
             values += [buffer for net in self.nets for buffer in net.buffers()]
-        return [whole(value).clone() for value in values]
+        return [full_tensor(value).clone() for value in values]
 
 
 Script = Callable[[Run], None]

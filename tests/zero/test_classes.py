@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 from faststep import zero
+from faststep._torch.dtensor import full_tensor
 from faststep.optim.base import FusedOptimizer
 from faststep.run.optimizers import CLASSES
 from ranks import on_ranks
@@ -65,10 +65,6 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first], "weight_decay": 0.0}, {"params": others}]
 
 
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
-
-
 @on_ranks(2, name=CASES)
 def test_a_run_of_ddp_goes_on_sharded(rank: int, world: int, name: str) -> None:
     """The largest difference, after an unsharded run of two steps that is taken over."""
@@ -96,7 +92,9 @@ def test_a_run_of_ddp_goes_on_sharded(rank: int, world: int, name: str) -> None:
                 _step(mine, sharded, rank, step, clips=False)
             where = f"{module.__name__}, stage {stage}"
             pairs = zip(mine.parameters(), model.parameters(), strict=True)
-            said[where] = max(float((_whole(a) - b).detach().abs().max()) for a, b in pairs)
+            said[where] = max(
+                float((full_tensor(a.detach()) - b).detach().abs().max()) for a, b in pairs
+            )
             if stage == 3:
                 continue
             saved = sharded.state_dict()

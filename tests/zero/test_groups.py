@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from faststep import zero
+from faststep._torch.dtensor import full_tensor
 from faststep.zero.hooks.unowned import Unowned
 from ranks import on_cases, on_ranks
 
-from .beside_ddp import Run, Table, whole
+from .beside_ddp import Run, Table
 from .common import check_error, error_of
 
 
@@ -250,7 +251,7 @@ def _script(name: str, run: Run) -> None:
             del optimizer.state[param]
     state = optimizer.state_dict()
     for _, entries in sorted(state["state"].items()):
-        kept = [whole(entries[key]) for key in ("step", "exp_avg", "exp_avg_sq")]
+        kept = [full_tensor(entries[key]) for key in ("step", "exp_avg", "exp_avg_sq")]
         run.kept += kept if run.rank == 0 else []
 
 

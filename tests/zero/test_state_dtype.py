@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import faststep
 from faststep import zero
+from faststep._torch.dtensor import full_tensor
 from faststep.optim.masters import MASTER
 from ranks import on_ranks
 
@@ -45,8 +45,7 @@ def _train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 def _assert_same(one: nn.Module, other: nn.Module) -> None:
     for mine, its in zip(one.parameters(), other.parameters(), strict=True):
-        value = its.detach()
-        assert torch.equal(mine, value.full_tensor() if isinstance(value, DTensor) else value)
+        assert torch.equal(mine, full_tensor(its.detach()))
 
 
 def _types(optimizer: Any) -> set[torch.dtype]:

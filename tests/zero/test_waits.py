@@ -78,15 +78,10 @@ def test_each_module_waits_for_what_it_uses(rank: int, world: int) -> None:
     saved = model.state_dict()
     left = len(optimizer._engine._under_way)
     other, expected, _ = _train(rank, "step", None)
-    said = {
-        "log": log,
-        "losses": losses == expected,
-        "differ": differences(saved.values(), other.state_dict().values()),
-        "under way": under_way > 3,
-        "left": left,
-    }
-    log = said.pop("log")
-    assert said == {"losses": True, "differ": [], "under way": True, "left": 0}
+    assert losses == expected
+    assert differences(saved.values(), other.state_dict().values()) == []
+    assert under_way > 3
+    assert left == 0
     begun = [entry for entry in log if isinstance(entry, str)]
     assert begun[:3] == ["", "embedding", "blocks.0"]
     for at, entry in enumerate(log):
@@ -141,7 +136,6 @@ READS = (
 @on_ranks(2)
 def test_reading_through_the_modules_waits(rank: int, world: int) -> None:
     """Right after a step whose messages come late, beside gather="step"."""
-    said = {}
     plain = {name: getattr(dist, name) for name in ("isend", "irecv")}
     for how in READS:
         values = []
@@ -158,8 +152,7 @@ def test_reading_through_the_modules_waits(rank: int, world: int) -> None:
             optimizer.wait()
             dicts = [type(vars(one)["_parameters"]) for one in model.modules()]
             assert dicts == [dict] * len(dicts)
-        said[how] = differences(values[0], values[1])
-    assert said == {how: [] for how in READS}
+        assert differences(values[0], values[1]) == [], how
 
 
 def _late(receive: Any) -> Any:
