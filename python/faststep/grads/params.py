@@ -16,16 +16,12 @@ class Grouped(Protocol):
     param_groups: list[dict[str, Any]]
 
 
-class OnDevices(Grouped, Protocol):
-    """An optimizer that knows the devices of its parameters."""
+class Stepped(Grouped, Protocol):
+    """An optimizer of faststep.optim, which builds on this folder and is not imported here."""
 
     @property
     def _devices(self) -> tuple[int, ...]:
-        """As the C side numbers them."""
-
-
-class Stepped(OnDevices, Protocol):
-    """An optimizer of faststep.optim, which builds on this folder and is not imported here."""
+        """Those of its parameters, as the C side numbers them."""
 
     @classmethod
     def _has_own_step(cls) -> bool:
