@@ -285,7 +285,8 @@ static int bind_scales(const fst_binding *at, fst_param *param, unsigned k, PyOb
     if (fst_tensor_view(&at->module->tensors, object, view, &problem))
         return fst_state_refuse(at, name, &problem);
     if (view->device != at->part->device || view->dtype != FST_BF16 || view->ndim != 2 ||
-        view->shape[0] < (int64_t)states || view->shape[1] != count || !fst_view_is_packed(view)) {
+        view->shape[0] < (int64_t)states || view->shape[1] != count ||
+        (count && !fst_view_is_packed(view))) {
         fst_problem_set(&problem, "shape", "is not a bfloat16 tensor of %u rows of %lld scales",
                         states, (long long)count);
         return fst_state_refuse(at, name, &problem);

@@ -133,6 +133,7 @@ def _cut_of(param: Any) -> tuple[int, list[int]] | None:
         begin, rows = list(_cuts(begin, rows, ranks))[mine]
         ranges = [cut for one in ranges for cut in _cuts(*one, ranks)]
     row = param.numel() // sizes[0] if sizes and sizes[0] else 1
+    begin = begin if rows else 0  # a part without elements begins nowhere
     return begin * row, [first * row for first, count in ranges if count]
 
 
