@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from .arguments import composed
 from .counted import CountedOptimizer
-from .masters import begin_state, own_dtype
+from .masters import begin_state, ending_of, own_dtype
 from .param_shards import Shards
 from .request import Rule, formula
 from .state_kinds import kinds_in
@@ -32,12 +32,15 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
     def __init__(self, params: ParamsT, *args: Any, **options: Unpack[Arguments]) -> None:
         super().__init__(params, *args, **options)
         found: list[Shards | None] = []
+        ending: list[Any]
+        number, _, names, has_step = self._formula
         for group in self.param_groups:
             kinds = kinds_in(self, group)
             for param in group["params"]:  # torch has made the states, in the parameters' types
                 if own_dtype(self, kinds, False, param, "sum") != param.dtype:
                     del self.state[param]
-                    [rule] = self._rules([{**group, "differentiable": False}], found)
+                    keys, *ending = ending_of(self, group, names, found)
+                    rule = Rule(number, keys, has_step, (), False, None, *ending)
                     begin_state(self, group, rule, param)
 
     def _new_tensor(self, group: dict[str, Any], rule: Rule, param: Tensor, key: str) -> Tensor:
