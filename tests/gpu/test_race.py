@@ -17,8 +17,8 @@ from torch import Tensor
 
 import faststep
 from faststep import _C
-from faststep._devices import HOST, Scalars
-from faststep.optim.plan_step import Phase
+from faststep._devices import HOST
+from faststep.optim.plan_step import Phase, Scalars
 
 from .common import CUDA, REHEARSAL, place, values
 

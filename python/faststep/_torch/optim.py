@@ -17,11 +17,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hook
 __all__ = [
     "CALLED_BY_STEPS",
     "OptState",
+    "are_torchs",
     "cuda_amp_is_unavailable",
     "dtypes_of",
     "global_post_hooks",
     "global_pre_hooks",
-    "has_torchs_passes",
     "increment_version",
     "is_capturing",
     "is_of_scheduler",
@@ -54,22 +54,10 @@ def is_torchs(function: object) -> bool:
     return True
 
 
-_PASSES = ("unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device")
-_passes_of = operator.attrgetter(*_PASSES)
-
-
 @functools.lru_cache(8)
-def _are_torchs(*functions: Any) -> bool:
+def are_torchs(*functions: Any) -> bool:
+    """True if all are torch's or faststep's; remembered, as a step asks again and again."""
     return all(map(is_torchs, functions))
-
-
-def has_torchs_passes(scaler: torch.amp.GradScaler) -> bool:
-    """True if a script has replaced nothing that a GradScaler's step calls of the scaler."""
-    own = vars(scaler)
-    passes = (*_passes_of(type(scaler)), *_passes_of(torch.amp.GradScaler))
-    if not _are_torchs(*passes):
-        return False
-    return own.keys().isdisjoint(_PASSES) or all(is_torchs(own.get(name)) for name in _PASSES)
 
 
 def replaces_unscaling() -> bool:

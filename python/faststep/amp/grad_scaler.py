@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -11,21 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._devices import HOST_ONLY, devices_of
-from .._torch.optim import OptState, cuda_amp_is_unavailable, has_torchs_passes
+from .._torch.optim import OptState, are_torchs, cuda_amp_is_unavailable, is_torchs
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
-from ..optim.request import ScalerRequest, step_with
-from .protocol import (
-    any_found,
-    can_be_seen,
-    had_grads_elsewhere,
-    has_dtensors,
-    takes_found_inf,
-)
+from ..optim.checks import refuse_shards
+from ..optim.request import ScalerRequest, check_limit, has_grads, refuse_unchecked, step_with
+from .protocol import any_found, can_be_seen, has_dtensors, takes_found_inf
 from .scale_update import ScaleUpdate, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
+
+# What a step calls of a scaler.
+_PASSES = ("unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device")
+_passes_of = operator.attrgetter(*_PASSES)
 
 
 class GradScaler(UnscalingScaler):
@@ -166,16 +165,19 @@ class GradScaler(UnscalingScaler):
             lent = {} if max_norm is None else {"_asked": ScalerRequest(max_norm=max_norm)}
             result: float | None = step_with(optimizer, lent, args, kwargs)
             return result
-        if max_norm is not None or takes_found_inf(optimizer):
+        if (
+            max_norm is not None
+            or takes_found_inf(optimizer)
+            or (fused and not isinstance(optimizer, FusedOptimizer))
+            or (isinstance(optimizer, FusedOptimizer) and optimizer._is_divided_by_fsdp1())
+        ):
             return self._step_unscaled(optimizer, fused, max_norm, args, kwargs)
-        if not fused:
+        if not isinstance(optimizer, FusedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        if not isinstance(optimizer, FusedOptimizer) or optimizer._is_divided_by_fsdp1():
-            return self._step_unscaled(optimizer, fused, None, args, kwargs)
         if (
             args
             or kwargs
-            or not has_torchs_passes(self)
+            or not self._has_torchs_passes()
             or can_be_seen(optimizer)
             or has_dtensors(optimizer)  # all ranks go one way, whatever hooks one of them has
         ):
@@ -222,14 +224,14 @@ class GradScaler(UnscalingScaler):
         state, scale = self._begin_step(optimizer, kwargs)
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
-        if not ready and not state["found_inf_per_device"]:
-            refuse_unchecked(optimizer)
+        measures = fused and ready and self._has_torchs_passes()
         lent: dict[str, Any] = {"grad_scale": before}
-        if ready and before is None and fused:
+        if ready and fused and before is None:
             lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device
         elif ready:
             lent["grad_scale"] = scale * (1 if before is None else before)
-        measures = fused and ready and has_torchs_passes(self)
+        elif not state["found_inf_per_device"]:
+            refuse_unchecked(optimizer)
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
             had_grads = has_grads(optimizer)
@@ -244,8 +246,12 @@ class GradScaler(UnscalingScaler):
             )
         result: float | None = step_with(optimizer, lent, args, kwargs)
         # Without gradients nothing was checked, and torch's update() says so. A closure may have
-        # made the first ones.
-        if measures and (had_grads or has_grads(optimizer) or had_grads_elsewhere(optimizer)):
+        # made the first ones, or another rank have some.
+        if measures and (
+            had_grads
+            or has_grads(optimizer)
+            or (isinstance(optimizer, FusedOptimizer) and optimizer._ranks_have_grads())
+        ):
             state["found_inf_per_device"] = {lent["found_inf"].device: lent["found_inf"]}
         state["stage"] = OptState.STEPPED
         return result
@@ -340,6 +346,13 @@ class GradScaler(UnscalingScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         return state, scale
+
+    def _has_torchs_passes(self) -> bool:
+        """True if a script has replaced nothing of what a step calls of the scaler."""
+        if not are_torchs(*_passes_of(type(self)), *_passes_of(torch.amp.GradScaler)):
+            return False
+        own = vars(self)
+        return own.keys().isdisjoint(_PASSES) or all(is_torchs(own.get(name)) for name in _PASSES)
 
     def _clip_before_step(
         self,

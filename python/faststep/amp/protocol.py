@@ -71,11 +71,6 @@ def has_dtensors(optimizer: Optimizer) -> bool:
     return is_distributed() and any_dtensor(params_of(optimizer))
 
 
-def had_grads_elsewhere(optimizer: Optimizer) -> bool:
-    """True if another rank had a gradient at a step that has looked for overflows of DTensors."""
-    return isinstance(optimizer, FusedOptimizer) and optimizer._ranks_have_grads()
-
-
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """True for optimizers that skip and unscale by themselves, as torch's fused ones do.
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import HOST, Scalars
+from .._devices import HOST
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..grads.params import described
 from .hooked import HookedOptimizer
+from .plan_step import Scalars
 from .request import Rule
 from .step import loss_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import HOST, HOST_ONLY, on_device
+from .._devices import HOST, HOST_ONLY
 from .._torch.compiler import disable_dynamo
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
@@ -27,7 +27,7 @@ from .load_states import loading_states, show_as_torch
 from .lost_updates import warn_of_lost_updates
 from .masters import check_new_group, complete_states, ending_of, new_dtype, refuse_by_torch
 from .param_shards import Shards
-from .plan_step import PlanStep
+from .plan_step import PlanStep, on_device
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .state_kinds import AS_TORCH, GROUP_OPTIONS, all_kinds
 from .step import Stepper, loss_of

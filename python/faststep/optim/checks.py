@@ -1,4 +1,4 @@
-"""Checks that optimizers and the scaler share, with torch's errors where torch has them."""
+"""Refusals of parts: of options in a group, and of parameters that a wrapper has divided."""
 
 from __future__ import annotations
 
@@ -26,27 +26,6 @@ _INSTEAD = {
     "master_weights": "use faststep.zero.shard() for parts with masters",
     "rounding_seed": "do without stochastic rounding",
 }
-
-
-def check_limit(name: str, value: float | None) -> None:
-    """Raise ValueError for a negative or NaN limit; None is no limit."""
-    if value is not None and not value >= 0.0:
-        raise ValueError(f"Invalid {name} value: {value}")
-
-
-def has_grads(optimizer: Optimizer) -> bool:
-    """True if any parameter has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return True
-    return False
-
-
-def refuse_unchecked(optimizer: Optimizer) -> None:
-    """Raise for gradients that came after the scaler had looked for some, and found none."""
-    if has_grads(optimizer):
-        raise AssertionError("No inf checks were recorded for this optimizer.")
 
 
 def refuse_group_options(group: dict[str, Any]) -> None:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import Scalars, agree, new_scalar, on_device
 from .._torch.dtensor import specs_of
 from ..grads.agreement import Agreed, over_ranks
 from ..grads.dtensors import LayoutError
 from ..grads.regions import Region, groups_of, regions_of
-from .plan_step import DevicesChangedError, PlanStep
+from .plan_step import DevicesChangedError, PlanStep, Scalars, agree, new_scalar, on_device
 from .request import Rule
 
 # A rule without states: the plans that measure need none. They apply nothing.

@@ -1,4 +1,4 @@
-"""The calls of `_C.Plan` for a step, and the states that are created on its way.
+"""The calls of `_C.Plan` for a step, their scalars, and the states that are created on the way.
 
 No other module of the package talks to a plan.
 """
@@ -9,13 +9,13 @@ import itertools
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import Scalars
+from .._devices import HOST, ordinal_of
 from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.dtensors import LayoutError, align, align_states, wait_for
@@ -43,6 +43,51 @@ class Phase(IntEnum):
     WHOLE = 0
     MEASURE = 1
     APPLY = 2
+
+
+class Scalars(NamedTuple):
+    """The numbers of a step that lie on one device: 0-d float32 or float64 tensors or None."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    norm: Tensor | None
+
+
+def _device(number: int) -> torch.device:
+    return torch.device("cpu") if number == HOST else torch.device("cuda", number)
+
+
+def new_scalar(number: int, dtype: torch.dtype) -> Tensor:
+    """A 0-d tensor of zero on a device."""
+    return torch.zeros((), dtype=dtype, device=_device(number))
+
+
+_Scalar = TypeVar("_Scalar", Tensor, "Tensor | None")
+
+
+def on_device(scalar: _Scalar, number: int) -> _Scalar:
+    """The tensor itself, or a copy of it on another device; waits for one only on the host."""
+    if scalar is None or (scalar.is_cpu if number == HOST else ordinal_of(scalar) == number):
+        return scalar
+    return scalar.to(_device(number), non_blocking=number != HOST)
+
+
+def agree(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
+    """Give each device the common norm (the root of the sum of squares) and the common flag."""
+    rows = list(scalars.values())
+    first = next(iter(scalars))
+    norms = [on_device(row.norm, first) for row in rows if row.norm is not None]
+    flags = [on_device(row.found_inf, first) for row in rows if row.found_inf is not None]
+    norm = torch.stack([n.double() for n in norms]).square().sum().sqrt() if norms else None
+    flag = (torch.stack([f.float() for f in flags]) != 0.0).any().float() if flags else None
+    return {
+        device: Scalars(
+            row.grad_scale,
+            on_device(flag, device),
+            on_device(norm, device),
+        )
+        for device, row in scalars.items()
+    }
 
 
 Place = tuple[int, int]  # a list of parameters or a group, and the index in it

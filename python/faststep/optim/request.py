@@ -11,12 +11,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from .checks import check_limit, refuse_unchecked
 from .param_shards import Shards
 from .state_kinds import StateKinds
 from .zeros import Zeros
 
 _RULES = _C.rules()
+
+
+def check_limit(name: str, value: float | None) -> None:
+    """Raise ValueError for a negative or NaN limit; None is no limit."""
+    if value is not None and not value >= 0.0:
+        raise ValueError(f"Invalid {name} value: {value}")
+
+
+def has_grads(optimizer: Optimizer) -> bool:
+    """True if any parameter has a gradient."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return True
+    return False
+
+
+def refuse_unchecked(optimizer: Optimizer) -> None:
+    """Raise for gradients that came after the scaler had looked for some, and found none."""
+    if has_grads(optimizer):
+        raise AssertionError("No inf checks were recorded for this optimizer.")
 
 
 class ScalerRequest(TypedDict, total=False):

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import HOST, HOST_ONLY, Scalars, agree, devices_of, new_scalar, on_device
+from .._devices import HOST, HOST_ONLY, devices_of
 from .._torch.dtensor import learn_dtensors
 from .._torch.optim import increment_version
 from .divided_grads import DividedGrads
-from .plan_step import DevicesChangedError, DividedError, Done, Phase, PlanStep
+from .plan_step import (
+    DevicesChangedError,
+    DividedError,
+    Done,
+    Phase,
+    PlanStep,
+    Scalars,
+    agree,
+    new_scalar,
+    on_device,
+)
 from .request import Rule, StepAnswer, StepRequest
 
 _NO_SCALARS = {HOST: Scalars(None, None, None)}
@@ -166,10 +176,10 @@ class Stepper:
             flag, norm = request.found_inf, None
             if apart:
                 norm = new_scalar(device, torch.float64)
+                if flag is None or request.looks_for_inf:
+                    flag = new_scalar(device, torch.float32)
             elif wants_norm and device != HOST and request.measures:
                 norm = self._norm_on(device)
-            if apart and (flag is None or request.looks_for_inf):
-                flag = new_scalar(device, torch.float32)
             scale = on_device(request.grad_scale, device)
             scalars[device] = Scalars(scale, on_device(flag, device), norm)
         return scalars

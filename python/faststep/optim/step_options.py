@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # torch depends on it
 
-from .checks import OPTIONS, check_limit
+from .checks import OPTIONS
 from .masters import has_remainders, keeps_masters
 from .param_shards import Shards
-from .request import Formula
+from .request import Formula, check_limit
 from .state_kinds import AS_TORCH, StateKinds, kinds_by
 from .wrapped import PassesOn
 

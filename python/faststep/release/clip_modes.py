@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _C
 from ..optim.base import FusedOptimizer
 from ..optim.by_torch import values_of
-from ..optim.checks import check_limit
+from ..optim.request import check_limit
 
 __all__ = ["Clip", "Clipping", "check_clipping"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
-from ..optim.checks import check_limit
+from ..optim.request import check_limit
 from .admitted import Kept
 from .build import build
 from .deepspeed import Loop, from_deepspeed_config

@@ -21,8 +21,8 @@ from ..grads import divide as division
 from ..grads.hooks import weakly
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.checks import check_limit, refuse_group_options
-from ..optim.request import ScalerRequest, StepAnswer, request_of
+from ..optim.checks import refuse_group_options
+from ..optim.request import ScalerRequest, StepAnswer, check_limit, request_of
 from ..optim.state_kinds import kinds_in
 from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn

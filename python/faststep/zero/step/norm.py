@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ... import _C
-from ..._devices import on_device, ordinal_of
+from ..._devices import ordinal_of
+from ...optim.plan_step import on_device
 from ..layout.cuts import CHUNK, chunks_in
 from ..layout.slots import Slot
 from ..transport.group import Group

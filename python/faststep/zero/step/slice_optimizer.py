@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import _C
-from ..._devices import HOST, devices_of, on_device
+from ..._devices import HOST, devices_of
 from ..._torch.checkpoint import wanted_states
 from ..._torch.optim import increment_version
 from ...clip import clip_grads_with_norm_
@@ -28,7 +28,7 @@ from ...optim.base import FusedOptimizer
 from ...optim.codes import SCALES
 from ...optim.masters import begin_state, keys_for
 from ...optim.param_shards import Shard, Shards, has_codes, row_of
-from ...optim.plan_step import PlanStep
+from ...optim.plan_step import PlanStep, on_device
 from ...optim.request import Rule, StepAnswer, StepRequest
 from ...optim.state_kinds import all_kinds, kinds_in
 from ...optim.step import Stepper
