@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from .._torch.dtensor import part_of
 from ..grads.params import described
-from .request import Formula, formula
+from .request import Steppable, formula
 
 _BY_SIZE = {formula(rule).number for rule in ("adam", "amsgrad", "adamax", "nadam", "lion")}
 _LOOKED_AT = 4096  # elements of a parameter, about
 _RATES = ("lr", "initial_lr", "max_lr")  # schedulers that begin below the rate leave it here
 
 
-class Stepping(Protocol):
-    """An optimizer, as far as this goes."""
-
-    param_groups: list[dict[str, Any]]
-    _keeps_masters: bool
-    _made_from: ClassVar[Any]
-
-    def _formula_of(self, group: dict[str, Any]) -> Formula: ...
-
-
-def warn_of_lost_updates(optimizer: Stepping) -> None:
+def warn_of_lost_updates(optimizer: Steppable) -> None:
     """Warn of the first parameter in CPU memory most of whose elements updates leave as they are.
 
     Without a master a bf16 or fp16 element stays where the update is less than half the distance to
