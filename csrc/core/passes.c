@@ -30,7 +30,7 @@ static fst_code reduce(const fst_work *work, unsigned operand, fst_norm_kind nor
         .work = work,
         .kernels = kernels,
         .chunk = reduce_chunk,
-        .backwards = fst_job_turns(),
+        .direction = FST_TURNS,
         .operand = operand,
         .operand_count = 1,
         .norm = norm,
@@ -88,7 +88,7 @@ fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
         .work = &work,
         .kernels = kernels,
         .chunk = unscale_chunk,
-        .backwards = fst_job_turns(),
+        .direction = FST_TURNS,
         .operand = operand,
         .operand_count = 1,
         .factor = inv_scale,
@@ -187,7 +187,7 @@ fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expec
         .work = &work,
         .kernels = kernels,
         .chunk = scale_expected_chunk,
-        .backwards = fst_job_turns(),
+        .direction = FST_TURNS,
         .operand = operand,
         .norm = FST_NORM_SQUARES,
         .power = 2.0,
@@ -203,7 +203,6 @@ fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expec
         return FST_OK;
     const double right = fst_clip_coefficient(*norm, max_norm);
     job.chunk = scale_rest_chunk;
-    job.backwards = fst_job_turns();
     job.factor = right;
     job.again = right / factor;
     return fst_job_run(&job, status);
@@ -221,7 +220,7 @@ fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *
         .work = &work,
         .kernels = kernels,
         .chunk = scale_chunk,
-        .backwards = fst_job_turns(),
+        .direction = FST_TURNS,
         .operand = operand,
         .factor = factor,
     };
@@ -285,7 +284,7 @@ fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scal
         .work = &work,
         .kernels = kernels,
         .chunk = update_chunk,
-        .backwards = fst_job_turns_last(),
+        .direction = FST_TURNS_LAST,
         .operand_count = work.width,
         .factor = inv_scale,
         .args = args,

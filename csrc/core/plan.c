@@ -174,18 +174,3 @@ fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_st
     plan->sealed = 1;
     return FST_OK;
 }
-
-fst_work fst_plan_work(const fst_plan *plan)
-{
-    return (fst_work){
-        .spans = plan->spans,
-        .operands = plan->operands,
-        .chunks = plan->chunks,
-        .rounds = plan->rounds,
-        .span_count = plan->span_count,
-        .chunk_count = plan->chunk_count,
-        .round_count = plan->round_count,
-        .serial = plan->serial,
-        .width = plan->width,
-    };
-}

@@ -51,4 +51,17 @@ static inline void fst_plan_moved(fst_plan *plan, unsigned operand)
 }
 
 /* The plan as passes read it. Valid until the plan changes. */
-fst_work fst_plan_work(const fst_plan *plan);
+static inline fst_work fst_plan_work(const fst_plan *plan)
+{
+    return (fst_work){
+        .spans = plan->spans,
+        .operands = plan->operands,
+        .chunks = plan->chunks,
+        .rounds = plan->rounds,
+        .span_count = plan->span_count,
+        .chunk_count = plan->chunk_count,
+        .round_count = plan->round_count,
+        .serial = plan->serial,
+        .width = plan->width,
+    };
+}

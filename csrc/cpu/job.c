@@ -27,17 +27,24 @@ typedef struct {
     uint64_t left;      /* strips: from the low half to before the high half */
 } share;
 
-int fst_job_turns(void)
-{
-    const direction last = __atomic_load_n(&last_direction, __ATOMIC_RELAXED);
-    const direction now = last == FORWARDS ? BACKWARDS : FORWARDS;
-    __atomic_store_n(&last_direction, now, __ATOMIC_RELAXED);
-    return now == BACKWARDS;
-}
+/* The shares of a round. */
+typedef struct {
+    const fst_job *job;
+    int backwards;
+    size_t count;
+    share shares[MOST_SHARES];
+} shares;
 
-int fst_job_turns_last(void)
+/* Whether a pass runs backwards. */
+static int turn(fst_direction wanted)
 {
-    return __atomic_exchange_n(&last_direction, NO_PASS, __ATOMIC_RELAXED) != BACKWARDS;
+    if (wanted == FST_FORWARDS)
+        return 0;
+    const direction last = __atomic_load_n(&last_direction, __ATOMIC_RELAXED);
+    const int backwards = wanted == FST_TURNS ? last == FORWARDS : last != BACKWARDS;
+    const direction now = wanted == FST_TURNS_LAST ? NO_PASS : backwards ? BACKWARDS : FORWARDS;
+    __atomic_store_n(&last_direction, now, __ATOMIC_RELAXED);
+    return backwards;
 }
 
 /* The first chunk from `low` to before `high` whose cost begins at `cost` or later. */
@@ -72,9 +79,9 @@ static void fetch(const fst_job *job, size_t index)
 }
 
 /* The chunk of a share that comes after `done` others. */
-static size_t chunk_after(const fst_job *job, const share *p, size_t done)
+static size_t chunk_after(const share *p, size_t done, int backwards)
 {
-    if (!job->backwards)
+    if (!backwards)
         return p->first + done;
     const size_t in_strip = done % STRIP, left = p->last - p->first - (done - in_strip);
     return p->first + left - (left < STRIP ? left : STRIP) + in_strip;
@@ -95,28 +102,24 @@ static int take(share *p, int from_end, size_t *strip)
     return 1;
 }
 
-static void run_strips(const fst_job *job, share *p, int from_end)
+static void run_strips(const shares *all, share *p, int from_end)
 {
+    const fst_job *job = all->job;
+    const int backwards = all->backwards;
     const size_t count = p->last - p->first;
     for (size_t strip; take(p, from_end, &strip);) {
         const size_t end = (strip + 1) * STRIP < count ? (strip + 1) * STRIP : count;
         for (size_t done = strip * STRIP; done < end; done++) {
             if (done + FETCH_AHEAD < count)
-                fetch(job, chunk_after(job, p, done + FETCH_AHEAD));
-            job->chunk(job, chunk_after(job, p, done));
+                fetch(job, chunk_after(p, done + FETCH_AHEAD, backwards));
+            job->chunk(job, chunk_after(p, done, backwards));
         }
     }
 }
 
-typedef struct {
-    const fst_job *job;
-    size_t count;
-    share shares[MOST_SHARES];
-} shares;
-
 static share *share_at(shares *all, size_t place)
 {
-    return &all->shares[all->job->backwards ? all->count - 1 - place : place];
+    return &all->shares[all->backwards ? all->count - 1 - place : place];
 }
 
 /* A thread's own shares, and then what is left of the others'. */
@@ -124,9 +127,9 @@ static void run_shares(int64_t begin, int64_t end, void *context)
 {
     shares *all = context;
     for (int64_t i = begin; i < end; i++)
-        run_strips(all->job, share_at(all, (size_t)i), 0);
+        run_strips(all, share_at(all, (size_t)i), 0);
     for (size_t i = all->count; i-- > 0;)
-        run_strips(all->job, share_at(all, i), 1);
+        run_strips(all, share_at(all, i), 1);
 }
 
 /* Cuts a round into shares of equal cost. */
@@ -149,6 +152,7 @@ fst_code fst_job_run(const fst_job *job, fst_status *status)
 {
     shares all;
     all.job = job;
+    all.backwards = turn(job->direction);
     for (size_t round = 0; round < job->work->round_count; round++) {
         cut(job->work, round, &all);
         const fst_code code = fst_parallel_for((int64_t)all.count, 1, run_shares, &all, status);

@@ -4,13 +4,20 @@
 #include "base/status.h"
 #include "cpu/kernels.h"
 
+/* The direction of a pass over chunks. */
+typedef enum {
+    FST_FORWARDS,
+    FST_TURNS,      /* over gradients: the opposite of the pass before */
+    FST_TURNS_LAST, /* an update, which ends a step: the next pass that turns goes forwards */
+} fst_direction;
+
 /* A pass calls `chunk` for every chunk; most fields are arguments of one kind of pass alone. */
 typedef struct fst_job fst_job;
 struct fst_job {
     const fst_work *work;
     const fst_cpu_kernels *kernels;
     void (*chunk)(const fst_job *job, size_t index);
-    int backwards;
+    fst_direction direction;
     unsigned operand;       /* the first that the pass touches */
     unsigned operand_count; /* how many to prefetch, from the first on */
     fst_norm_kind norm;
@@ -28,12 +35,6 @@ static inline const fst_operand *fst_job_operands(const fst_job *job, size_t ind
 {
     return job->work->operands + job->work->chunks[index].span * job->work->width + job->operand;
 }
-
-/* Whether a pass over gradients runs backwards: the opposite of the pass before. */
-int fst_job_turns(void);
-
-/* Whether an update, which ends a step, runs backwards. The next pass goes forwards. */
-int fst_job_turns_last(void);
 
 /* Runs the rounds of the work one after another, each as one parallel region. */
 fst_code fst_job_run(const fst_job *job, fst_status *status);

@@ -198,7 +198,8 @@ static int is_settled(const fst_binding *at, PyObject *object, PyObject *grad)
     const fst_tensors *tensors = &at->module->tensors;
     if (at->self->is_factored)
         return fst_tensor_is_plain(tensors, object) && fst_tensor_is_plain(tensors, grad);
-    return at->again || fst_step_is_settled(tensors, at->self, at->param_count, object, grad);
+    return at->again ||
+           fst_step_is_settled(tensors, at->self, at->param_count, object, grad, FST_SETTLED_GRAD);
 }
 
 /* Binds the parameter at hand, which has a gradient, or lists it as one that cannot be bound yet.
@@ -345,6 +346,22 @@ static int note_streams(fst_module *module, const fst_step_plan *self)
     return 0;
 }
 
+/* Finds torch's records of the tensors that the step writes, up to the first without one. Records
+ * stay valid as long as what is bound does. Returns 0, or -1 with a Python error. */
+static int count_written(const fst_module *module, fst_step_plan *self)
+{
+    while (self->counted_count < self->written_count) {
+        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
+        if (!impl)
+            return 0;
+        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
+                        sizeof *self->counted))
+            return -1;
+        self->counted[self->counted_count++] = impl;
+    }
+    return 0;
+}
+
 PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
@@ -362,7 +379,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
             at.again++;
         } else {
             module->tensors.ran_python = 0;
-            if (fst_step_count_written(module, self) || note_streams(module, self))
+            if (count_written(module, self) || note_streams(module, self))
                 Py_CLEAR(missing);
             else if (!checked)
                 inference = fst_step_check_inference(module, self, param_lists);

@@ -151,20 +151,6 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
     return 0;
 }
 
-int fst_step_count_written(const fst_module *module, fst_step_plan *self)
-{
-    while (self->counted_count < self->written_count) {
-        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
-        if (!impl)
-            return 0;
-        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
-                        sizeof *self->counted))
-            return -1;
-        self->counted[self->counted_count++] = impl;
-    }
-    return 0;
-}
-
 void fst_step_unbind(fst_step_plan *self)
 {
     for (size_t i = 0; i < self->layout_count; i++)

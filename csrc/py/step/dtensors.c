@@ -49,10 +49,8 @@ static int has_spec(const fst_tensors *tensors, PyObject *object, const PyObject
     return spec ? spec == wanted : -1;
 }
 
-/* Whether a parameter and a tensor of its are plain or, as DTensors, have specs that settle() was
- * told: the parameter its first one, the tensor entry `which`. -1 with a Python error. */
-static int is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
-                      PyObject *param, PyObject *tensor, size_t which)
+int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
+                        PyObject *param, PyObject *tensor, size_t which)
 {
     const int divided = fst_tensor_is_dtensor(tensors, param);
     if (divided != fst_tensor_is_dtensor(tensors, tensor))
@@ -64,18 +62,6 @@ static int is_settled(const fst_tensors *tensors, const fst_step_plan *self, siz
     PyObject **specs = settled_of(self, index);
     const int same = has_spec(tensors, param, specs[0]);
     return same > 0 ? has_spec(tensors, tensor, specs[which]) : same;
-}
-
-int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
-                        PyObject *param, PyObject *grad)
-{
-    return is_settled(tensors, self, index, param, grad, FST_SETTLED_GRAD);
-}
-
-int fst_step_state_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
-                              unsigned k, PyObject *param, PyObject *state)
-{
-    return is_settled(tensors, self, index, param, state, FST_SETTLED_STATE + k);
 }
 
 /* Makes room for the specs of a parameter. Returns 0, or -1 with a Python error. */

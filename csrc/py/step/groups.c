@@ -107,10 +107,42 @@ static int set_shards(fst_step_plan *self, fst_group *group, PyObject *shards)
     return keep_instead(self, &group->shards, shards);
 }
 
+int fst_groups_learn_types(fst_tensors *tensors, PyObject *of_devices)
+{
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(of_devices, &at, &key, &value);) {
+        if (!PyLong_CheckExact(key)) {
+            PyErr_SetString(PyExc_TypeError, "the number of a device is not an int");
+            return -1;
+        }
+        Py_INCREF(value);
+        const Py_ssize_t count = PyTuple_Check(value) ? PyTuple_Size(value) : 0;
+        for (Py_ssize_t i = 0; i < count; i++)
+            fst_tensors_learn(tensors, PyTuple_GetItem(value, i));
+        if (!PyTuple_Check(value))
+            fst_tensors_learn(tensors, value);
+        Py_DECREF(value);
+    }
+    return 0;
+}
+
+/* Keeps the tensors of a group's learning rate, whose types are learnt. Returns 0, or -1 with a
+ * Python error. */
+static int set_lr(fst_module *module, fst_step_plan *self, fst_group *group, PyObject *lr)
+{
+    if (lr != Py_None && !PyDict_Check(lr)) {
+        PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
+        return -1;
+    }
+    if (lr != Py_None && fst_groups_learn_types(&module->tensors, lr))
+        return -1;
+    return lr == group->lr ? 0 : keep_instead(self, &group->lr, lr);
+}
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
  * has masters, which are remainders, seed of the noise or None, has codes from so many elements on,
  * {id: shard} or None) into a group that has what was read last. */
-static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
+static int parse_group(fst_module *module, fst_step_plan *self, PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which is held */
     PyObject *noise = Py_None, *shards = Py_None;
@@ -126,10 +158,6 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
         return -1;
     if (rule < 0 || rule > FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
-        return -1;
-    }
-    if (lr != Py_None && !PyDict_Check(lr)) {
-        PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
         return -1;
     }
     const fst_rule_entry *known = &fst_rules[rule];
@@ -150,9 +178,8 @@ static int parse_group(fst_step_plan *self, PyObject *spec, fst_group *group)
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
     }
-    if (set_noise(self, group, noise, has_step) || set_shards(self, group, shards))
-        return -1;
-    if (lr != group->lr && keep_instead(self, &group->lr, lr))
+    if (set_lr(module, self, group, lr) || set_noise(self, group, noise, has_step) ||
+        set_shards(self, group, shards))
         return -1;
     if (keys == group->keys && rule == (int)group->rule && has_step == group->has_step &&
         maximize == group->maximize && has_master == group->has_master &&
@@ -185,7 +212,7 @@ void fst_groups_free(fst_step_plan *self)
     PyMem_Free(groups);
 }
 
-int fst_groups_parse(fst_step_plan *self, PyObject *specs)
+int fst_groups_parse(fst_module *module, fst_step_plan *self, PyObject *specs)
 {
     const size_t count = (size_t)PyList_Size(specs);
     if (!self->groups || count != self->group_count) {
@@ -199,43 +226,12 @@ int fst_groups_parse(fst_step_plan *self, PyObject *specs)
     }
     for (size_t g = 0; g < count; g++) {
         PyObject *spec = Py_XNewRef(PyList_GetItem(specs, (Py_ssize_t)g));
-        const int failed = !spec || parse_group(self, spec, &self->groups[g]);
+        const int failed = !spec || parse_group(module, self, spec, &self->groups[g]);
         Py_XDECREF(spec);
         if (failed) {
             self->traced = 0;
             return -1;
         }
     }
-    return 0;
-}
-
-/* Learns the types of the tensors in a dictionary {device: tensors}. That may run Python code,
- * so that reading them later does not. Returns 0, or -1 with a Python error. */
-static int learn_types(fst_tensors *tensors, PyObject *of_devices)
-{
-    PyObject *key, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(of_devices, &at, &key, &value);) {
-        if (!PyLong_CheckExact(key)) {
-            PyErr_SetString(PyExc_TypeError, "the number of a device is not an int");
-            return -1;
-        }
-        Py_INCREF(value);
-        const Py_ssize_t count = PyTuple_Check(value) ? PyTuple_Size(value) : 0;
-        for (Py_ssize_t i = 0; i < count; i++)
-            fst_tensors_learn(tensors, PyTuple_GetItem(value, i));
-        if (!PyTuple_Check(value))
-            fst_tensors_learn(tensors, value);
-        Py_DECREF(value);
-    }
-    return 0;
-}
-
-int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObject *scalars)
-{
-    if (learn_types(&module->tensors, scalars))
-        return -1;
-    for (size_t g = 0; g < self->group_count; g++)
-        if (self->groups[g].lr != Py_None && learn_types(&module->tensors, self->groups[g].lr))
-            return -1;
     return 0;
 }

@@ -235,8 +235,8 @@ static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObje
     const fst_group *group = &at->self->groups[at->group];
     if (at->again || k < counters_of(group) || operand_of(group, k) == SCALES)
         return 1;
-    return fst_step_state_is_settled(&at->module->tensors, at->self, at->param_count, k, param,
-                                     state);
+    return fst_step_is_settled(&at->module->tensors, at->self, at->param_count, param, state,
+                               FST_SETTLED_STATE + k);
 }
 
 /* Whether the parameter at hand does without a state: a master, or scales. */

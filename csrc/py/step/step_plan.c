@@ -141,10 +141,7 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
         followed = fst_trace_hold(module, self, param_lists);
     if (followed < 0)
         return NULL;
-    if (followed) {
-        if (fst_step_count_written(module, self))
-            return NULL;
-    } else {
+    if (!followed) {
         PyObject *missing =
             fst_step_bind(module, self, param_lists, state, fresh, options->write_grads);
         if (!missing || (!self->unsettled && PyList_Size(missing) > 0))
@@ -195,8 +192,8 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    if (!fst_groups_parse(self, specs) && !learn_kind(self, &options) &&
-        !fst_groups_learn_types(module, self, options.scalars)) {
+    if (!fst_groups_parse(module, self, specs) && !learn_kind(self, &options) &&
+        !fst_groups_learn_types(&module->tensors, options.scalars)) {
         fst_quiet_begin(&module->tensors);
         result = bind_and_run(module, self, param_lists, state, fresh, &options);
         fst_quiet_end(&module->tensors);
@@ -259,11 +256,7 @@ static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *para
     fst_step_part *part;
     int done = 1;
     if (!fst_trace_follow(module, self, param_lists, state, options->write_grads) ||
-        !(part = only_part(self)))
-        return 0;
-    if (fst_step_count_written(module, self))
-        return -1;
-    if (self->counted_count < self->written_count)
+        !(part = only_part(self)) || self->counted_count < self->written_count)
         return 0;
     if (part->device != FST_HOST)
         done = launch_alike(module, self, part, options);
@@ -280,7 +273,7 @@ int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lis
     if (self->busy || !self->traced || self->is_factored || self->is_long)
         return 0;
     self->busy = 1;
-    int done = fst_groups_parse(self, specs);
+    int done = fst_groups_parse(module, self, specs);
     if (!done)
         done = step_if_alike(module, self, param_lists, state, options, outcome);
     fst_step_end(self);

@@ -185,12 +185,13 @@ int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index,
 
 /* Parses the list of groups (groups.c). Where another rule, other states or the sign have changed,
  * the trace is dropped. Returns 0, or -1 with a Python error. */
-int fst_groups_parse(fst_step_plan *self, PyObject *specs);
+int fst_groups_parse(fst_module *module, fst_step_plan *self, PyObject *specs);
 void fst_groups_free(fst_step_plan *self);
 
-/* Learns the types of the scalars' tensors and of the groups' learning rates. That may run
- * Python code, so that reading them later does not. Returns 0, or -1 with a Python error. */
-int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObject *scalars);
+/* Learns the types of the tensors in a dictionary {device: tensors}: of scalars, as of a group's
+ * learning rates. That may run Python code, so that reading them later does not. Returns 0, or -1
+ * with a Python error. */
+int fst_groups_learn_types(fst_tensors *tensors, PyObject *of_devices);
 
 /* Binds all parameters that have a gradient (bind.c), which changes no tensor. Returns the list
  * of (group, index) whose state is missing, empty if all is bound; or NULL with a Python error.
@@ -210,19 +211,11 @@ int fst_step_check_inference(fst_module *module, const fst_step_plan *self, PyOb
 /* Whether a tensor must not be written now, for that reason; -1 with a Python error. */
 int fst_step_is_frozen(fst_module *module, PyObject *object);
 
-/* Finds torch's records of the tensors that the step writes, up to the first without one.
- * Records stay valid as long as what is bound does. Returns 0, or -1 with a Python error
- * (bound.c). */
-int fst_step_count_written(const fst_module *module, fst_step_plan *self);
-
-/* Whether a gradient is known to be divided among the ranks as its parameter is, or neither of the
- * two is a DTensor; -1 with a Python error (dtensors.c). */
+/* Whether a parameter and its gradient or one of its states are plain or, as DTensors, have specs
+ * that settle() was told: the parameter its first one, the tensor entry `which`. -1 with a Python
+ * error (dtensors.c). */
 int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
-                        PyObject *param, PyObject *grad);
-
-/* The same for state `k` of a parameter whose gradient is settled. */
-int fst_step_state_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
-                              unsigned k, PyObject *param, PyObject *state);
+                        PyObject *param, PyObject *tensor, size_t which);
 
 /* settle(index, param_spec, grad_spec, state_specs) of a plan. */
 PyObject *fst_step_settle(PyObject *object, PyObject *args);

@@ -78,10 +78,10 @@ int fst_trace_same_dtensor(fst_module *module, const fst_step_plan *self, const 
         Py_DECREF(whole_grad);
         return 0;
     }
-    const int settled = whole_grad
-                            ? fst_step_is_settled(&module->tensors, self,
-                                                  (size_t)(trace - self->traces), whole, whole_grad)
-                            : -1;
+    const int settled =
+        whole_grad ? fst_step_is_settled(&module->tensors, self, (size_t)(trace - self->traces),
+                                         whole, whole_grad, FST_SETTLED_GRAD)
+                   : -1;
     *object = settled > 0 ? local_of(module, whole) : NULL;
     *grad = settled > 0 ? local_of(module, whole_grad) : NULL;
     Py_XDECREF(whole_grad); /* the parameter keeps it */
