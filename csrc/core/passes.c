@@ -292,3 +292,18 @@ fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scal
     };
     return fst_job_run(&job, status);
 }
+
+double fst_chunk_squares(const fst_operand *op, int64_t begin, size_t count, double inv_scale)
+{
+    return kernels->reduce(op, begin, count, FST_NORM_SQUARES, 2.0, inv_scale);
+}
+
+void fst_update_span(const fst_operand *op, int64_t begin, int64_t end, const fst_update_args *args,
+                     double inv_scale, int write_grad)
+{
+    for (; begin < end; begin += FST_CHUNK) {
+        const int64_t left = end - begin;
+        kernels->update(op, begin, (size_t)(left < FST_CHUNK ? left : FST_CHUNK), args, inv_scale,
+                        write_grad);
+    }
+}

@@ -51,3 +51,12 @@ fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *st
  * span.args. */
 fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
                     fst_status *status);
+
+/* The sum of squares of elements [begin, begin + count) of an operand, times inv_scale: of a chunk,
+ * as fst_measure takes it. */
+double fst_chunk_squares(const fst_operand *op, int64_t begin, size_t count, double inv_scale);
+
+/* fst_update of elements [begin, end) of one span, chunk by chunk; `begin` is where a chunk
+ * begins. */
+void fst_update_span(const fst_operand *op, int64_t begin, int64_t end, const fst_update_args *args,
+                     double inv_scale, int write_grad);

@@ -77,6 +77,7 @@ static int module_exec(PyObject *module)
         add_type(module, &fst_gather_spec, &state->gather_type) ||
         add_type(module, &fst_batch_spec, &state->batch_type) ||
         add_type(module, &fst_arena_spec, &state->arena_type) ||
+        add_type(module, &fst_offload_spec, &state->offload_type) ||
         add_type(module, &fst_step_plan_spec, &state->plan_type))
         return -1;
     return add_type(module, &fst_release_hook_spec, &state->release_hook_type);
@@ -86,6 +87,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     fst_module *state = fst_module_state(module);
     Py_VISIT(state->plan_type);
+    Py_VISIT(state->offload_type);
     Py_VISIT(state->slots_type);
     Py_VISIT(state->gather_type);
     Py_VISIT(state->batch_type);
@@ -100,6 +102,7 @@ static int module_clear(PyObject *module)
     fst_module *state = fst_module_state(module);
     fst_tensors_clear(&state->tensors);
     Py_CLEAR(state->plan_type);
+    Py_CLEAR(state->offload_type);
     Py_CLEAR(state->slots_type);
     Py_CLEAR(state->gather_type);
     Py_CLEAR(state->batch_type);

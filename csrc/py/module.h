@@ -36,6 +36,7 @@ typedef struct {
     int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
     PyTypeObject *slots_type, *gather_type, *batch_type, *arena_type, *release_hook_type;
+    PyTypeObject *offload_type;
 } fst_module;
 
 /* The state of the module. Functions get the module as their first argument. */
@@ -59,8 +60,8 @@ PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given
  * Returns a tuple, or NULL with a Python error. */
 PyObject *fst_level_names(int supported_only);
 
-/* The types Plan (step_plan.c) and ReleaseHook (release.c). */
-extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec;
+/* The types Plan (step_plan.c), ReleaseHook (release.c) and Offload (offload_object.c). */
+extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec, fst_offload_spec;
 
 /* The types Slots (slots_object.c), Gather and Batch (gather.c), and Arena (arena_object.c). */
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_batch_spec, fst_arena_spec;

@@ -13,11 +13,77 @@ from torch import Tensor
 class TensorError(TypeError):
     """A tensor cannot be used: (group, index, role, kind, detail)."""
 
+class Offload:
+    """Threads that update parameters in host memory, tile by tile.
+
+    Args:
+        threads: that update, from 1 to 256; two more copy.
+        tile: elements that a thread copies or updates at a time, rounded up to whole chunks.
+
+    Raises:
+        ValueError: one of the two is out of range.
+    """
+
+    def __init__(self, threads: int, tile: int, /) -> None: ...
+    def arrive(self, index: int, grad: Tensor, factor: float, /) -> bool:
+        """Copy a gradient to the host, and sum its squares times factor unless that is NaN.
+
+        False if an earlier step could not return the parameter.
+
+        Raises:
+            IndexError: there is no such parameter.
+            TypeError: the gradient is not of the type and size of its copy, or not in CPU memory.
+            RuntimeError: the object was made before a fork, or `set` runs in another thread.
+        """
+
+    def begin(self) -> None:
+        """Forget the gradients that were copied, once nothing moves."""
+
+    def busy(self) -> tuple[float, float, float]:
+        """The seconds that copies in, updates and copies out have taken."""
+
+    def pace(self, bytes_in: float, bytes_out: float, /) -> None:
+        """Let copies take as long as over links of so many bytes per second; 0 is no limit.
+
+        Raises:
+            ValueError: a rate is neither 0 nor at least 10000.
+        """
+
+    def set(self, params: Sequence[tuple[Tensor, ...]], /) -> None:
+        """Set the parameters, once nothing moves.
+
+        Of each a tuple: the parameter, its copy, that of its gradient, and room for the sums of its
+        chunks, in float64. More tensors are kept alive with them. All lie in CPU memory without
+        gaps, and their elements in the same order.
+
+        Raises:
+            TypeError: they do not fit.
+        """
+
+    def settle(self) -> int:
+        """Wait for the gradients. Returns the state of the pass: see csrc/core/pipeline.h."""
+
+    def wait(self, index: int = -1, /) -> int:
+        """Wait until a parameter is back, or all are. Returns the state of the pass.
+
+        Raises:
+            IndexError: there is no such parameter.
+        """
+
 class Plan:
     """Remembers the parameters of an optimizer between steps."""
 
     def forget(self) -> None:
         """Drop the tensors of earlier steps. RuntimeError during a step."""
+
+    def offload(self, offload: Offload, /) -> None:
+        """Let an Offload update the parameters that it has, and return them.
+
+        A step has allowed their update when it returns.
+
+        Raises:
+            TypeError: it is no Offload, or a step runs.
+        """
 
     def settle(
         self,

@@ -24,6 +24,7 @@ from .backward import BACKWARD
 from .batches import BATCHES
 from .data_functions import DATA_FUNCTIONS
 from .functions import FUNCTIONS, gradients_of
+from .offloads import OFFLOADS
 from .steps import STEPS
 from .world import FaultError, World
 
@@ -32,6 +33,7 @@ TARGETS: dict[str, Callable[[World], None]] = {
     **DATA_FUNCTIONS,
     **STEPS,
     **BACKWARD,
+    **OFFLOADS,
     **BATCHES,
 }
 MOST_SECONDS = 60  # of a case, after which it hangs
@@ -51,7 +53,7 @@ STORIES: tuple[tuple[str, ...], ...] = (
         "Gather.close",
     ),
     tuple(n for n in BATCHES if n.startswith(("Slots", "Arena"))),
-    (*STEPS, *BACKWARD),
+    (*STEPS, *BACKWARD, *OFFLOADS),
     tuple(TARGETS),
 )
 

@@ -451,6 +451,38 @@ def waiting_hook() -> Iterator[Case]:
     yield failing(hook, p), [p, rules, seen, optimizer]
 
 
+def offload() -> Iterator[Case]:
+    """Threads that are made and dropped, gradients that arrive, and steps on the host."""
+    p, values, grad, room = (torch.ones(100) for _ in range(4))
+    tensors = (p, values, room, torch.zeros(1, dtype=torch.float64))
+    pipe = _C.Offload(1, 1)
+    pipe.set([tensors])
+    spec = (_C.rules()["sgd"][0], (), False, (0.0, 0.0, 0.0, 0.0, 0.0), False, None)
+    plan, nan = _C.Plan(), float("nan")
+    plan.offload(pipe)
+    values.grad = room
+
+    def step() -> None:
+        pipe.begin()
+        pipe.arrive(0, grad, 1.0)
+        plan.step([[values]], [spec], {}, None, {-1: (None, None, None)}, 0, nan, False, 0)
+        pipe.wait()
+        pipe.settle()
+
+    yield step, [p, values, grad, room, spec]
+    yield lambda: _C.Offload(1, 1), []
+    yield lambda: (pipe.set([tensors]), pipe.pace(0, 0), pipe.busy(), pipe.wait(0)), [*tensors]
+    yield lambda: _C.Plan().offload(pipe), [pipe]
+    yield failing(_C.Offload, 0, 1), []
+    yield failing(pipe.set, [(p, values)]), [p, values]
+    yield failing(pipe.set, [(p, values, room, p)]), [p, values, room]
+    yield failing(pipe.arrive, 0, torch.ones(3), 1.0), []
+    yield failing(pipe.arrive, 5, grad, 1.0), [grad]
+    yield failing(pipe.wait, 7), []
+    yield failing(pipe.pace, 0.0, 1.0), []
+    yield failing(plan.offload, plan), [plan]
+
+
 def tensor_error() -> Iterator[Case]:
     yield lambda: _C.TensorError(0, 0, "gradient", "type", "is odd"), []
 
@@ -739,6 +771,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Arena": arena,
     "Batch": lambda: iter([(failing(_C.Batch), [])]),  # gather() makes some
     "Gather": gather,
+    "Offload": offload,
     "Plan": plan,
     "ReleaseHook": release_hook,
     "Slots": slots,

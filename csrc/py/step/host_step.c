@@ -146,8 +146,15 @@ static int run_passes(fst_tensors *tensors, fst_step_plan *self, step_work *work
         return status->code ? -1 : 0;
     if (!isnan(work->max_norm))
         coefficient = fst_clip_coefficient(work->norm, work->max_norm);
+    if (self->offload && fst_offload_check(fst_offload_of(self->offload), &part->plan, status))
+        return -1;
     if (advance(part, self->groups, coefficient))
         return -1;
+    if (self->offload) {
+        fst_offload_allow(fst_offload_of(self->offload), &part->plan, part->args, work->inv_scale,
+                          work->write_grads);
+        return 0;
+    }
     if (self->is_long)
         released = fst_quiet_release_gil(tensors);
     fst_update(&part->plan, part->args, work->inv_scale, work->write_grads, status);

@@ -304,6 +304,7 @@ static void plan_dealloc(PyObject *object)
     fst_step_unsettle(self);
     fst_step_end(self);
     Py_XDECREF(self->last_written);
+    Py_XDECREF(self->offload);
     fst_step_free_parts(self);
     PyMem_Free(self->written);
     PyMem_Free(self->counted);
@@ -318,6 +319,7 @@ static int plan_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(((fst_step_plan *)object)->last_written);
+    Py_VISIT(((fst_step_plan *)object)->offload);
     return 0;
 }
 
@@ -349,6 +351,9 @@ static PyMethodDef plan_methods[] = {
     {"forget", plan_forget, METH_NOARGS,
      FST_DOC("forget($self, /)",
              "Drop the tensors of earlier steps. Raises RuntimeError during a step.")},
+    {"offload", fst_step_offload, METH_O,
+     FST_DOC("offload($self, offload, /)",
+             "Let an Offload update the parameters that it has, and return them.")},
     {"settle", fst_step_settle, METH_VARARGS,
      FST_DOC("settle($self, index, param_spec, grad_spec, state_specs=(), /)",
              "Take a gradient and states with these specs for a parameter with that one: all are "

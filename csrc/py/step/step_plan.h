@@ -1,6 +1,7 @@
 /* step_plan.h - what an optimizer remembers of its parameters between steps. */
 #pragma once
 
+#include "core/offload.h"
 #include "core/rule_args.h"
 #include "core/plan.h"
 #include "cpu/factored.h"
@@ -108,6 +109,7 @@ typedef struct {
     size_t part_count;
     fst_param *params;
     size_t param_count;
+    PyObject *offload;      /* the Offload that updates the parameters, or NULL */
     PyObject *last_written; /* the list that the last short step returned */
     /* Of each parameter that is a DTensor, its spec and those that its gradient and its states may
      * have; owned. */
@@ -249,6 +251,12 @@ void fst_number_write(const fst_number_place *number, double value);
 /* Remembers the value of a step counter in CPU memory, and returns that after one more step. */
 double fst_counter_next(fst_counter *counter);
 void fst_counter_write(const fst_counter *counter, double value);
+
+/* offload(offload) of a plan (offload_object.c): its threads update parameters from now on. */
+PyObject *fst_step_offload(PyObject *object, PyObject *offload);
+
+/* What an Offload's threads work on. */
+fst_offload *fst_offload_of(PyObject *object);
 
 /* Runs the passes for the host's part (host_step.c). Returns 0, or -1 with a Python error. */
 int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,

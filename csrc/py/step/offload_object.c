@@ -1,0 +1,399 @@
+/* The type faststep._C.Offload: threads that copy gradients to the host, update parameters there
+ * and copy them back. */
+#include <math.h>
+
+#include "py/step/step_plan.h"
+
+#define SLOWEST 1e4 /* bytes per second of a simulated link */
+
+typedef struct {
+    PyObject_HEAD
+    fst_offload *offload;
+    PyObject *params; /* the tuples of set(), which keep their memory */
+    PyObject *grads;  /* that are copied in: a list of (parameter, gradient) */
+    Py_ssize_t count;
+    int calls;   /* that run, and may have released the GIL or run Python code */
+    int setting; /* set() runs: it waits until no other call does */
+} offload_object;
+
+fst_offload *fst_offload_of(PyObject *object)
+{
+    return ((offload_object *)object)->offload;
+}
+
+PyObject *fst_step_offload(PyObject *object, PyObject *offload)
+{
+    fst_step_plan *self = (fst_step_plan *)object;
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    if (!PyObject_TypeCheck(offload, module->offload_type) || self->busy) {
+        PyErr_SetString(PyExc_TypeError, "expected an Offload, and no step that runs");
+        return NULL;
+    }
+    PyObject *before = self->offload;
+    self->offload = Py_NewRef(offload);
+    Py_XDECREF(before);
+    return Py_NewRef(Py_None);
+}
+
+/* Whether the threads are there: 0, or -1 with a RuntimeError. */
+static int check_process(const offload_object *self)
+{
+    if (fst_engines_are_here(fst_offload_engines(self->offload)))
+        return 0;
+    PyErr_SetString(
+        PyExc_RuntimeError,
+        "this optimizer was offloaded before a fork, and its threads are in the parent: "
+        "offload it in the process that trains");
+    return -1;
+}
+
+/* Begins a call that needs the parameters as they are; end_call() ends it. Returns 0, or -1 with a
+ * RuntimeError. */
+static int begin_call(offload_object *self)
+{
+    if (check_process(self))
+        return -1;
+    if (self->setting) {
+        PyErr_SetString(PyExc_RuntimeError, "the parameters of this Offload are being set");
+        return -1;
+    }
+    self->calls++;
+    return 0;
+}
+
+static PyObject *end_call(offload_object *self, PyObject *result)
+{
+    self->calls--;
+    return result;
+}
+
+/* Whether the elements lie one after another in some order, as they are. */
+static int has_no_gaps(const fst_view *view)
+{
+    int64_t last = 0;
+    for (int d = 0; d < view->ndim; d++) {
+        if (view->shape[d] > 1 && (view->strides[d] < 1 || view->strides[d] > INT64_MAX / 4))
+            return 0;
+        last += view->shape[d] > 1 ? (view->shape[d] - 1) * view->strides[d] : 0;
+    }
+    return !view->negated && last + 1 == fst_view_count(view);
+}
+
+/* Reads tensors 0 to 3 of a tuple: a parameter, its copy, that of its gradient, and the sums.
+ * Returns 0, or -1 with a TypeError. */
+static int read_param(fst_module *module, PyObject *tuple, fst_offload_param *param)
+{
+    fst_view views[4];
+    fst_problem problem = {.kind = NULL};
+    PyObject *tensors[4];
+    unsigned which = 0;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) < 4) {
+        PyErr_SetString(PyExc_TypeError, "expected tuples of at least four tensors");
+        return -1;
+    }
+    for (int k = 0; k < 4; k++)
+        tensors[k] = PyTuple_GetItem(tuple, k);
+    int bad = fst_tensor_views(&module->tensors, tensors, 4, views, &which, &problem);
+    for (unsigned k = 0; !bad && k < 4; k++) {
+        which = k;
+        bad = fst_view_is_on(&views[k], FST_HOST, &problem);
+        if (!bad && !has_no_gaps(&views[k]))
+            bad = fst_problem_set(&problem, "shape", "has gaps between its elements, or none");
+    }
+    if (bad) {
+        PyErr_Format(PyExc_TypeError, "tensor %u of an offloaded parameter %s", which,
+                     problem.detail);
+        return -1;
+    }
+    const int64_t count = fst_view_count(&views[0]), chunks = (count + FST_CHUNK - 1) / FST_CHUNK;
+    if (count < 1 || fst_view_count(&views[1]) != count || fst_view_count(&views[2]) != count ||
+        views[0].dtype != views[1].dtype || views[3].dtype != FST_F64 ||
+        fst_view_count(&views[3]) < chunks || !fst_view_is_packed(&views[3])) {
+        PyErr_SetString(PyExc_TypeError, "the tensors of an offloaded parameter do not fit");
+        return -1;
+    }
+    *param = (fst_offload_param){views[0].data, views[1].data,  views[2].data, views[3].data,
+                                 count,         views[0].dtype, views[2].dtype};
+    return 0;
+}
+
+static PyObject *offload_set(PyObject *object, PyObject *list)
+{
+    offload_object *self = (offload_object *)object;
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    fst_status status = {0};
+    if (check_process(self))
+        return NULL;
+    PyObject *tuples = PySequence_Tuple(list);
+    if (!tuples)
+        return NULL;
+    if (self->setting || self->calls) {
+        Py_DECREF(tuples);
+        PyErr_SetString(PyExc_RuntimeError, "another call of this Offload runs");
+        return NULL;
+    }
+    self->setting = 1;
+    const Py_ssize_t count = PyTuple_Size(tuples);
+    fst_offload_param *params = PyMem_Calloc((size_t)count + 1, sizeof *params);
+    int failed = !params;
+    if (!params)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        failed = read_param(module, PyTuple_GetItem(tuples, i), &params[i]);
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        fst_engines_begin(fst_offload_engines(self->offload));
+        Py_END_ALLOW_THREADS
+        /* with the GIL, under which steps look for the parameters */
+        fst_offload_set(self->offload, params, (size_t)count, &status);
+        self->count = status.code ? 0 : count;
+    }
+    PyMem_Free(params);
+    self->setting = 0;
+    if (!failed) {
+        PyObject *before = self->params;
+        self->params = Py_NewRef(tuples);
+        Py_XDECREF(before);
+    }
+    Py_DECREF(tuples);
+    if (failed)
+        return NULL;
+    return status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+}
+
+/* The number of a parameter, checked; -1 with an IndexError. */
+static Py_ssize_t number_of(const offload_object *self, Py_ssize_t index)
+{
+    if (index >= 0 && index < self->count)
+        return index;
+    PyErr_SetString(PyExc_IndexError, "no such offloaded parameter");
+    return -1;
+}
+
+/* Drops the first gradients of the list that were copied. Returns 0, or -1 with a Python error. */
+static int drop_copied(offload_object *self)
+{
+    const Py_ssize_t count = PyList_Size(self->grads);
+    Py_ssize_t copied = 0;
+    uint32_t first, last;
+    for (; copied < count; copied++) {
+        PyObject *number = PyTuple_GetItem(PyList_GetItem(self->grads, copied), 0);
+        const size_t param = PyLong_AsSize_t(number);
+        if (param < (size_t)self->count) {
+            fst_offload_tiles(self->offload, param, &first, &last);
+            if (!fst_engines_copied(fst_offload_engines(self->offload), first, last))
+                break;
+        }
+    }
+    return copied ? PyList_SetSlice(self->grads, 0, copied, NULL) : 0;
+}
+
+static PyObject *arrive(fst_module *module, offload_object *self, Py_ssize_t index, PyObject *grad,
+                        double factor)
+{
+    fst_view view, host;
+    fst_problem problem = {.kind = NULL};
+    if (number_of(self, index) < 0)
+        return NULL;
+    PyObject *copy = PyTuple_GetItem(PyTuple_GetItem(self->params, index), 2);
+    if (fst_tensor_view(&module->tensors, copy, &host, &problem) ||
+        fst_tensor_view(&module->tensors, grad, &view, &problem) ||
+        fst_view_is_on(&view, FST_HOST, &problem)) {
+        PyErr_Format(PyExc_TypeError, "the gradient %s", problem.detail);
+        return NULL;
+    }
+    if (view.dtype != host.dtype || fst_view_count(&view) != fst_view_count(&host) ||
+        !has_no_gaps(&view)) {
+        PyErr_SetString(PyExc_TypeError, "the gradient does not fit its copy");
+        return NULL;
+    }
+    uint32_t first, last;
+    fst_offload_tiles(self->offload, (size_t)index, &first, &last);
+    Py_BEGIN_ALLOW_THREADS
+    fst_engines_wait(fst_offload_engines(self->offload), first, last);
+    Py_END_ALLOW_THREADS
+    PyObject *held = Py_BuildValue("nO", index, grad);
+    const int failed = !held || drop_copied(self) || PyList_Append(self->grads, held);
+    Py_XDECREF(held);
+    if (failed)
+        return NULL;
+    /* with the GIL: no other thread drops the gradient before */
+    return PyBool_FromLong(fst_offload_arrive(self->offload, (size_t)index, view.data, factor));
+}
+
+static PyObject *offload_arrive(PyObject *object, PyObject *args)
+{
+    offload_object *self = (offload_object *)object;
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    Py_ssize_t index;
+    PyObject *grad;
+    double factor;
+    if (!PyArg_ParseTuple(args, "nOd", &index, &grad, &factor) || begin_call(self))
+        return NULL;
+    return end_call(self, arrive(module, self, index, grad, factor));
+}
+
+static PyObject *offload_settle(PyObject *object, PyObject *unused)
+{
+    offload_object *self = (offload_object *)object;
+    fst_pass_state state;
+    (void)unused;
+    if (begin_call(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    state = fst_engines_settle(fst_offload_engines(self->offload));
+    Py_END_ALLOW_THREADS
+    return end_call(self, drop_copied(self) ? NULL : PyLong_FromLong(state));
+}
+
+static PyObject *offload_wait(PyObject *object, PyObject *args)
+{
+    offload_object *self = (offload_object *)object;
+    fst_pass_state state;
+    Py_ssize_t index = -1;
+    uint32_t first = 0, last = 0;
+    if (!PyArg_ParseTuple(args, "|n", &index) || (index != -1 && number_of(self, index) < 0) ||
+        begin_call(self))
+        return NULL;
+    const Py_ssize_t begin = index < 0 ? 0 : index, end = index < 0 ? self->count : index + 1;
+    Py_BEGIN_ALLOW_THREADS
+    state = fst_engines_wait(fst_offload_engines(self->offload), 0, 0);
+    for (Py_ssize_t i = begin; i < end; i++) {
+        fst_offload_tiles(self->offload, (size_t)i, &first, &last);
+        state = fst_engines_wait(fst_offload_engines(self->offload), first, last);
+    }
+    Py_END_ALLOW_THREADS
+    return end_call(self, PyLong_FromLong(state));
+}
+
+static PyObject *offload_begin(PyObject *object, PyObject *unused)
+{
+    offload_object *self = (offload_object *)object;
+    (void)unused;
+    if (begin_call(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    fst_engines_begin(fst_offload_engines(self->offload));
+    Py_END_ALLOW_THREADS
+    return end_call(self, Py_NewRef(Py_None));
+}
+
+static PyObject *offload_pace(PyObject *object, PyObject *args)
+{
+    double in, out;
+    if (!PyArg_ParseTuple(args, "dd", &in, &out) || check_process((offload_object *)object))
+        return NULL;
+    if ((in != 0.0 && !(in >= SLOWEST)) || (out != 0.0 && !(out >= SLOWEST))) {
+        PyErr_SetString(PyExc_ValueError, "expected 0, or at least 10000 bytes per second");
+        return NULL;
+    }
+    fst_offload_pace(fst_offload_of(object), in, out);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *offload_busy(PyObject *object, PyObject *unused)
+{
+    uint64_t busy[FST_ENGINES];
+    (void)unused;
+    if (check_process((offload_object *)object))
+        return NULL;
+    fst_engines_busy(fst_offload_engines(fst_offload_of(object)), busy);
+    return Py_BuildValue("ddd", (double)busy[FST_ENGINE_IN] * 1e-9,
+                         (double)busy[FST_ENGINE_UPDATE] * 1e-9,
+                         (double)busy[FST_ENGINE_OUT] * 1e-9);
+}
+
+static PyObject *offload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    unsigned threads;
+    long long tile;
+    fst_status status = {0};
+    if (kwargs && PyDict_Size(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "Offload() takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "IL", &threads, &tile))
+        return NULL;
+    if (threads < 1 || threads > 256 || tile < 1 || tile > INT64_MAX - FST_CHUNK) {
+        PyErr_SetString(PyExc_ValueError, "expected from 1 to 256 threads, and a positive tile");
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    offload_object *self = (offload_object *)allocate(type, 0); /* zeroed */
+    if (!self)
+        return NULL;
+    self->grads = PyList_New(0);
+    self->offload = self->grads ? fst_offload_new(threads, tile, &status) : NULL;
+    if (!self->offload) {
+        if (status.code)
+            fst_raise(&status);
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static int offload_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const offload_object *self = (const offload_object *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->params);
+    Py_VISIT(self->grads);
+    return 0;
+}
+
+/* The threads read what it has: nothing is dropped before they have ended. */
+static void offload_dealloc(PyObject *object)
+{
+    offload_object *self = (offload_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_BEGIN_ALLOW_THREADS
+    fst_offload_free(self->offload);
+    Py_END_ALLOW_THREADS
+    Py_XDECREF(self->params);
+    Py_XDECREF(self->grads);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef offload_methods[] = {
+    {"arrive", offload_arrive, METH_VARARGS,
+     FST_DOC("arrive($self, index, grad, factor, /)",
+             "Copy a gradient to the host, and sum its squares times factor unless that is NaN. "
+             "False if an earlier step could not return the parameter.")},
+    {"begin", offload_begin, METH_NOARGS,
+     FST_DOC("begin($self, /)", "Forget the gradients that were copied, once nothing moves.")},
+    {"busy", offload_busy, METH_NOARGS,
+     FST_DOC("busy($self, /)", "The seconds that copies in, updates and copies out have taken.")},
+    {"pace", offload_pace, METH_VARARGS,
+     FST_DOC("pace($self, bytes_in, bytes_out, /)",
+             "Let copies take as long as over links of so many bytes per second; 0 is no limit.")},
+    {"set", offload_set, METH_O,
+     FST_DOC(
+         "set($self, params, /)",
+         "Set the parameters: tuples of the parameter, its copy, that of its gradient, and room "
+         "for the sums of chunks. More tensors are kept.")},
+    {"settle", offload_settle, METH_NOARGS,
+     FST_DOC("settle($self, /)", "Wait for the gradients. Returns the state of the pass.")},
+    {"wait", offload_wait, METH_VARARGS,
+     FST_DOC("wait($self, index=-1, /)",
+             "Wait until a parameter is back, or all are. Returns the state of the pass.")},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot offload_slots[] = {
+    {Py_tp_doc, FST_DOC("Offload(threads, tile, /)",
+                        "Threads that update parameters in host memory, tile by tile.")},
+    {Py_tp_new, offload_new},
+    {Py_tp_dealloc, offload_dealloc},
+    {Py_tp_traverse, offload_traverse},
+    {Py_tp_methods, offload_methods},
+    {0, NULL},
+};
+
+PyType_Spec fst_offload_spec = {
+    .name = "faststep._C.Offload",
+    .basicsize = sizeof(offload_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = offload_slots,
+};
