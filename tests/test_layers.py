@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "zero": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
     "memory": {*TORCH, "zero"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
+    "offloading": {*TORCH, "_devices", "amp", "grads", "optim", "release", "zero"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}
         for room, below in LOADER.items()
@@ -73,6 +74,7 @@ MAY_IMPORT = {
             "doctor",
             "memory",
             "nn",
+            "offloading",
             "optim",
             "release",
             "zero",

@@ -25,6 +25,7 @@ if _KERNELS.is_file():
 from . import amp, data, memory, nn, optim, zero  # noqa: E402
 from .accumulation import accumulate  # noqa: E402
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm  # noqa: E402
+from .offloading import offload  # noqa: E402
 from .release import release_gradients  # noqa: E402
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ __all__ = [
     "get_total_norm",
     "memory",
     "nn",
+    "offload",
     "optim",
     "profile",
     "release_gradients",

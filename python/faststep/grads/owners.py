@@ -75,6 +75,9 @@ accumulating: ByOptimizer[object] = ByOptimizer(weakly=True)
 releasing: ByOptimizer[object] = ByOptimizer(weakly=True)
 """Optimizers whose parameters `faststep.release_gradients` updates in backward."""
 
+offloading: ByOptimizer[object] = ByOptimizer(weakly=True)
+"""Optimizers whose states `faststep.offload` keeps in host memory."""
+
 
 def refuse_clipping(parameters: Iterable[Tensor]) -> None:
     """Raise if a parameter's gradient was already used in backward, by release_gradients."""

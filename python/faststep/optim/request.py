@@ -166,6 +166,13 @@ def formula(rule: str, *state_keys: str) -> Formula:
     return Formula(number, places, state_keys, "step" in state_keys)
 
 
+class Waiting(Protocol):
+    """A stepper, as far as torch's operators care."""
+
+    def wait(self) -> None:
+        """Return when the parameters of the last step are there."""
+
+
 class Steppable(Protocol):
     """A fused optimizer, as the modules below base.py know it."""
 
@@ -182,6 +189,8 @@ class Steppable(Protocol):
     _numbers: ClassVar[tuple[str, ...]]
     _counts_on_device: ClassVar[bool]
 
+    @property
+    def _stepper(self) -> Waiting | None: ...
     @property
     def _zeros(self) -> Zeros: ...
     def _rules(self) -> list[Rule]: ...

@@ -56,6 +56,9 @@ class Stepper:
         self._plan.forget()
         self._divided = None
 
+    def wait(self) -> None:
+        """Return when the parameters of the last step are there."""
+
     def divide(self) -> None:
         """Agree with other ranks from now on, also without DTensors."""
         if self._divided is None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from .._torch.compiler import uncompiled
 from .._torch.fsdp import is_fsdp_shard, shards_of_fsdp
 from ..grads.buckets import Reduced
-from ..grads.owners import accumulating, releasing
+from ..grads.owners import accumulating, offloading, releasing
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
@@ -133,6 +133,10 @@ def _check_unowned(optimizer: FusedOptimizer) -> None:
         raise RuntimeError(
             "gradients of this optimizer are accumulated (faststep.accumulate), so they cannot be "
             "released: call remove() on the accumulation first"
+        )
+    if optimizer in offloading:
+        raise RuntimeError(
+            "this optimizer is offloaded, and offload(in_backward=True) releases gradients itself"
         )
     if optimizer in releasing:
         raise RuntimeError("gradients of this optimizer are released already")

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
-from ...grads.hooks import weakly
+from ..._torch.compiler import disable_dynamo
 
 
 def _after_arrival(name: str) -> Any:
@@ -60,6 +60,25 @@ class _Arriving(dict[str, Any]):
         return dict, (self.copy(),)
 
 
+class _BeforeForward:
+    """A forward pre-hook that keeps nothing alive; of a pickled module it does nothing."""
+
+    def __init__(self, waits: ForwardWaits | None = None) -> None:
+        self._waits = None if waits is None else weakref.ref(waits)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+    def __deepcopy__(self, _: Any) -> _BeforeForward:
+        return self
+
+    @disable_dynamo
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        waits = None if self._waits is None else self._waits()
+        if waits is not None:
+            waits._before_forward(module)
+
+
 class ForwardWaits:
     """The hooks of one model.
 
@@ -84,10 +103,10 @@ class ForwardWaits:
             }
             for bucket in own:
                 self._users.setdefault(bucket, []).append(module)
-        called = weakly(self._before_forward)
+        called = _BeforeForward(self)
         self._handles = [m.register_forward_pre_hook(called, prepend=True) for m in self._own]
 
-    def _before_forward(self, module: nn.Module, *_: Any) -> None:
+    def _before_forward(self, module: nn.Module) -> None:
         self._wait(self._own.get(module))  # a copy of a module waits for all
         self._put_back(module)  # torch.compile looks at the class of the dict
 

@@ -1,0 +1,323 @@
+"""The step of an offloaded optimizer, and the hooks that bring gradients to the host.
+
+The step is that of the optimizer's class, over a list in which each offloaded parameter is replaced
+by its copy on the host. csrc/core/offload.c copies gradients in, updates the copies, and copies
+them back.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._devices import devices_of
+from .._torch.optim import dtypes_of, increment_version
+from ..grads.buckets import reducing_model
+from ..grads.hooks import weakly
+from ..grads.owners import offloading, releasing
+from ..grads.params import grads_of, params_of
+from ..optim.base import FusedOptimizer
+from ..optim.plan_step import PlanStep
+from ..optim.request import Rule, StepAnswer, StepRequest
+from ..optim.step import Stepper
+from .early import EarlyUpdates
+from .memory import Copies
+from .places import CHUNK, Place, begins, fits, inverse_of, is_dense, mark, strides_of
+from .scaled import Scaled, unscale
+
+
+class HostStepper(Stepper):
+    """Makes the steps of an offloaded optimizer."""
+
+    def __init__(self, offload: Offload, params: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.devices = devices_of(params)
+        self._offload = offload
+
+    def step(self, plan_step: PlanStep, request: StepRequest) -> StepAnswer:
+        answer = self._offload.step(request)
+        return super().step(plan_step, request) if answer is None else answer
+
+    def wait(self) -> None:
+        self._offload.wait()
+
+    def forget(self) -> None:
+        self._offload.wait()
+        super().forget()
+
+
+class Offload:
+    """An optimizer's states in host memory; `remove()` gives them memory of their own again."""
+
+    def __init__(
+        self, optimizer: FusedOptimizer, fraction: float, in_backward: bool, threads: int | None
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._copies = Copies(fraction, weakly(self._arrived), threads)
+        self._copies.attach(optimizer)
+        self._inner: Any = object.__new__(type(optimizer))  # the same with the host's parameters
+        self._inner.state = defaultdict(dict)
+        self._held: list[list[Any]] = []  # states that threads may write, until the next gradient
+        self._steppers: list[Stepper] = []  # of a step; then of the first update in backward, ...
+        self._turn = 0  # which of them comes next
+        self._factor = math.nan if optimizer._max_grad_norm is None else 1.0  # of the step before
+        self._is_reduced: bool | None = None  # by a DistributedDataParallel; None: not known
+        self._has_begun = False  # a gradient was copied since the step
+        self._early = EarlyUpdates() if in_backward else None
+        waits = weakly(self._wait_before)
+        self._handles: list[Any] = [
+            optimizer.register_state_dict_pre_hook(waits),
+            optimizer.register_load_state_dict_pre_hook(waits),
+        ]
+        self._scaled = Scaled(optimizer)
+        self._handles.append(self._scaled)
+        if in_backward:
+            releasing.set(optimizer, self)
+        optimizer._stepper = HostStepper(self, params_of(optimizer))
+        offloading.set(optimizer, self)
+
+    # ---- gradients
+
+    def _arrived(self, param: Tensor) -> None:
+        """The hook of a parameter: its gradient is in `.grad`, and maybe not the last one."""
+        place, grad, optimizer = self._copies.places.of(param), param.grad, self._optimizer()
+        if place is None or grad is None or optimizer is None:
+            return
+        place.arrivals += 1
+        if self._is_reduced is None:
+            self._is_reduced = reducing_model(one for one, _ in self._copies.places) is not None
+        if self._is_reduced or place.arrivals < place.wanted or not fits(place, param, grad):
+            return
+        if self._early is not None and optimizer._max_grad_norm is None:
+            self._early.update(self, optimizer, place, param, grad)
+        else:
+            self.bring(place, grad)
+
+    def bring(self, place: Place, grad: Tensor) -> None:
+        """Begin to copy a gradient to the host."""
+        if not self._has_begun:
+            self.wait()
+            self._copies.pipe.begin()
+            self._held.clear()
+            self._has_begun = True
+        factor = self._factor
+        if not self._copies.pipe.arrive(place.number, grad.detach(), factor):
+            raise RuntimeError("a parameter of the step before could not be returned")
+        place.seen = (grad, *mark(grad))
+        place.factor = None if math.isnan(factor) else factor
+
+    def _forget_copies(self) -> None:
+        for place in self._copies.places.entries():
+            place.seen = None
+
+    def _bring_rest(self, optimizer: FusedOptimizer, measures: bool) -> bool:
+        """Copy gradients that are not on the host as they are now; False if one cannot be."""
+        pairs = [(param, self._copies.places.of(param)) for param in params_of(optimizer)]
+        for param, place in pairs:
+            grad = param.grad
+            if grad is None:
+                continue
+            if place is None:
+                if measures and not is_dense(grad, strides_of(param)):
+                    return False
+                continue
+            if grad.dtype in (param.dtype, torch.float32) and grad.dtype != place.grad.dtype:
+                place.make_room(grad.dtype)
+                self._copies.tell_threads()
+            if not fits(place, param, grad):
+                return False
+        if any(place and place.written[1] != param.data_ptr() for param, place in pairs):
+            self._copies.tell_threads()
+        for param, place in pairs:
+            if place is not None and param.grad is not None:
+                late = not place.has(param.grad)
+                place.wanted = place.arrivals + late  # its hooks were too early
+                if late:
+                    self.bring(place, param.grad)
+        return True
+
+    # ---- steps
+
+    def step(self, request: StepRequest) -> StepAnswer | None:
+        """The step; None if it is not for the host, and nothing was done."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        try:
+            if self._early is not None:
+                self._early.end(self, optimizer, request)
+            with torch.no_grad():
+                answer = self._step(optimizer, request)
+        finally:
+            self._turn, self._has_begun = 0, False
+            self._forget_copies()
+            for place in self._copies.places.entries():
+                place.arrivals = 0
+        if answer is None:
+            self.wait()
+        return answer
+
+    def _step(self, optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer | None:
+        self._copies.attach(optimizer)
+        found, norm = request.found_inf, None
+        params = [param for param in params_of(optimizer) if param.grad is not None]
+        if found is not None and not request.looks_for_inf:
+            if bool(found != 0.0):
+                self._scaled.unscale_skipped(params, request)
+                return StepAnswer(True, None)
+            if request.grad_scale is None:  # the scaler has unscaled them
+                self._forget_copies()
+        if request.refuses_fp16 and torch.float16 in dtypes_of(grads_of(optimizer)):
+            raise ValueError("Attempting to unscale FP16 gradients.")  # torch's
+        if self._scaled.rounds(optimizer, request):
+            unscale(params, request)
+            request = request._replace(grad_scale=None, write_grads=False)
+        if not self._bring_rest(optimizer, request.measures):
+            return None
+        if request.measures:
+            norm, is_finite = self._measure(params, request)
+            if request.looks_for_inf and found is not None and not is_finite:
+                found.fill_(1.0)
+                self._scaled.unscale_skipped(params, request)
+                return StepAnswer(True, norm)
+        else:
+            self._factor = math.nan
+        wanted = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        if params:
+            only = dict.fromkeys(params)
+            self.update(optimizer, optimizer._rules(), request._replace(norm=wanted), only)
+        if request.write_grads:
+            self.wait()
+            for param in params:
+                if (place := self._copies.places.of(param)) is not None and param.grad is not None:
+                    param.grad.copy_(place.grad)
+        if self._copies.waits is None:
+            self.wait()
+        return StepAnswer(False, norm)
+
+    def _measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
+        """The norm of all gradients, and whether they are finite."""
+        self._factor = factor = inverse_of(request.grad_scale)
+        sums = []
+        self._copies.settle()
+        for param in params:
+            place, grad = self._copies.places.of(param), param.grad
+            if grad is None:
+                continue
+            if place is None:
+                sums.append(torch.zeros(-(-grad.numel() // CHUNK), dtype=torch.float64))
+                _C.chunk_squares([grad], factor, sums[-1])
+            else:
+                if place.factor != factor:
+                    _C.chunk_squares([place.grad], factor, place.sums)
+                    place.factor = factor
+                sums.append(place.sums)
+        square = _C.fold_squares(torch.cat(sums)) if sums else 0.0
+        is_finite = square < float("inf") or not _C.measure(_C.collect_grads(params), factor)[1]
+        return square**0.5, is_finite
+
+    def update(
+        self,
+        optimizer: FusedOptimizer,
+        rules: list[Rule],
+        request: StepRequest,
+        only: dict[Tensor, None],
+    ) -> None:
+        """Allow the update of these, and update others where they lie."""
+        begun: list[Tensor] = []
+        known, pairs, groups = self._inner.state, [], []
+        try:
+            for group, rule in zip(optimizer.param_groups, rules, strict=True):
+                for param in group["params"]:
+                    place = self._copies.places.of(param)
+                    if begins(optimizer, group, rule, param, place, param in only):
+                        begun.append(param)
+                hosts = [self._on_host(param, param in only) for param in group["params"]]
+                pairs += list(zip(hosts, group["params"], strict=True))
+                groups.append({**group, "params": hosts})
+            state = {host: optimizer.state[p] for host, p in pairs if p in optimizer.state}
+            if [*map(id, known)] != [*map(id, state)] or any(
+                known[host] is not state[host] for host in state
+            ):
+                known.clear()
+                known.update(state)
+            now = {**vars(optimizer), "state": known, "param_groups": groups, "_stepper": None}
+            vars(self._inner).update(now)
+            lists = [group["params"] for group in groups]
+            if self._early is not None:  # not what stays on the device, until the step
+                chosen = {id(host) for host, param in pairs if param in only}
+                lists = [[host for host in hosts if id(host) in chosen] for hosts in lists]
+            step = PlanStep(self._inner, lists, lambda: rules, [*range(len(lists))])
+            self._next_stepper().step(step, request)
+            self._held += [list(one.values()) for one in known.values()]
+        except BaseException:
+            for param in begun:
+                del optimizer.state[param]
+            raise
+        updated = []
+        for param in only:
+            place = self._copies.places.of(param)
+            if place is None:
+                continue
+            updated.append(param)
+            self._copies.goes(place)
+        increment_version(updated)
+        for host, param in pairs:
+            place = self._copies.places.of(param)
+            if place is not None and param in only:
+                place.written = mark(param)
+            if host in known and param not in optimizer.state:  # made by the step itself
+                optimizer.state[param] = known[host]
+                if place is not None:
+                    self.wait()
+                    place.adopt(known[host])
+
+    def _next_stepper(self) -> Stepper:
+        if self._turn == len(self._steppers):
+            plan = _C.Plan()
+            plan.offload(self._copies.pipe)
+            self._steppers.append(Stepper(plan))
+        self._turn += 1
+        return self._steppers[self._turn - 1]
+
+    def _on_host(self, param: Tensor, is_updated: bool) -> Tensor:
+        """The parameter as the host has it, with its gradient."""
+        place = self._copies.places.of(param)
+        if place is None:
+            return param
+        if is_updated and place.written != mark(param):  # by a script, since it was returned
+            place.values.copy_(param.detach())
+            place.written = mark(param)
+        place.values.grad = place.grad if is_updated else None
+        return place.values
+
+    def wait(self) -> None:
+        """Return when all parameters are back on their device."""
+        self._copies.wait()
+
+    def _wait_before(self, *_: Any) -> None:
+        self.wait()
+
+    def remove(self) -> None:
+        """Undo the offload: the optimizer steps on the device, with states of their own memory."""
+        self.wait()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._stepper = None
+            offloading.pop(optimizer)
+            if self._early is not None:
+                releasing.pop(optimizer)
+            for param, place in self._copies.places:
+                state = optimizer.state.get(param, {})
+                for key, room in place.rooms.items():
+                    if state.get(key) is room:
+                        state[key] = room.clone()
+        self._copies.remove()
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,157 @@
+"""What the host has of a parameter, and which tensors can be copied as a whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..optim.base import FusedOptimizer
+from ..optim.masters import begin_state, keys_for
+from ..optim.request import Rule
+from .slab import Slab, bytes_of
+
+CHUNK = 16384  # elements of which the norm has a sum: FSTCHUNK
+
+
+class Place:
+    """What the host has of one parameter.
+
+    Attributes:
+        values: the parameter.
+        grad: its gradient.
+        sums: of the gradient's squares, one for each chunk.
+        rooms: where its states lie.
+        state: the dictionary whose tensors lie there.
+        seen: the gradient that was copied, with its version and address; None: none since the step.
+        factor: what `sums` are multiplied by; None: they are not those of `seen`.
+        written: the parameter's version and address when `values` was the same.
+        arrivals, wanted: gradients since the step, and those that the step before took.
+    """
+
+    def __init__(self, values: Tensor, grad: Tensor, rooms: dict[str, Tensor]) -> None:
+        self.values = values
+        self.grad = grad
+        values.grad_dtype = grad.dtype
+        self.sums = torch.zeros(-(-values.numel() // CHUNK), dtype=torch.float64)
+        self.rooms = rooms
+        self.number = -1  # for the threads
+        self.state: dict[str, Any] | None = None
+        self.seen: tuple[Tensor, int, int] | None = None
+        self.factor: float | None = None
+        self.written = (-1, 0)
+        self.arrivals, self.wanted = 0, 1
+
+    def has(self, grad: Tensor) -> bool:
+        """True if this gradient, as it is now, was copied."""
+        return self.seen is not None and self.seen[0] is grad and self.seen[1:] == mark(grad)
+
+    def make_room(self, dtype: torch.dtype) -> None:
+        """Let gradients be of another type from now on."""
+        if dtype != self.grad.dtype:
+            like = like_of(self.values, dtype)
+            self.grad = Slab(bytes_of([like])).take(like)
+            self.values.grad = None
+            self.values.grad_dtype = dtype
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Move a parameter's states into their rooms."""
+        if state is self.state:
+            return
+        for key, room in self.rooms.items():
+            value = state.get(key)
+            if not isinstance(value, Tensor) or value is room:
+                continue
+            if (value.dtype, value.shape) == (room.dtype, room.shape):
+                state[key] = room.copy_(value)
+        self.state = state
+
+
+def mark(tensor: Tensor) -> tuple[int, int]:
+    """What changes when a tensor is written."""
+    return tensor._version, tensor.data_ptr()
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return dtype or param.dtype
+
+
+def like_of(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(param, dtype=dtype, device="meta")
+
+
+def inverse_of(scale: Tensor | None) -> float:
+    """What gradients are multiplied by, as the step computes it from the scale."""
+    if scale is None:
+        return 1.0
+    inverse = torch.tensor(
+        1.0 / scale.item() if scale.item() else float("inf"), dtype=torch.float64
+    )
+    return inverse.float().item() if scale.dtype == torch.float32 else inverse.item()
+
+
+def strides_of(param: Tensor) -> tuple[int, ...]:
+    """Those of the parameter without gaps."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def is_dense(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """True for a plain tensor whose elements lie one after another, in this order."""
+    is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.is_cpu and not tensor.is_neg() and tensor.stride() == strides
+
+
+def is_able(param: Tensor) -> bool:
+    """True for a parameter that can be copied as a whole."""
+    return param.is_floating_point() and param.numel() > 0 and is_dense(param, strides_of(param))
+
+
+def fits(place: Place, param: Tensor, grad: Tensor) -> bool:
+    """True for a gradient that can be copied as a whole."""
+    strides, values = place.values.stride(), place.values
+    alike = is_dense(grad, strides) and is_dense(param, strides) and param.dtype == values.dtype
+    return alike and (grad.dtype, grad.shape) == (place.grad.dtype, place.grad.shape)
+
+
+def begins(
+    optimizer: FusedOptimizer,
+    group: dict[str, Any],
+    rule: Rule,
+    param: Tensor,
+    place: Place | None,
+    is_updated: bool,
+) -> bool:
+    """Make the states of a parameter at its first gradient, and let them lie in their rooms.
+
+    One parameter after another, so that there are never those of two beside the slab. False where
+    there are some, or the step makes them, because zeros are not as good as none.
+    """
+    state = optimizer.state.get(param)
+    is_first = is_updated and not state and not optimizer._zeros_differ(group)
+    is_first = is_first and bool(keys_for(rule, param))
+    if is_first:
+        begin_state(optimizer, group, rule, param)
+        state = optimizer.state[param]
+    if state is not None and place is not None:
+        place.adopt(state)
+    return is_first
+
+
+def states_like(
+    optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, param: Tensor
+) -> dict[str, Tensor]:
+    """States of a parameter without memory, but for its counters."""
+    like, inner = like_of(param, param.dtype), object.__new__(type(optimizer))
+    vars(inner).update(vars(optimizer))
+    inner.state = defaultdict(dict)
+    begin_state(inner, group, rule, like)
+    numbers = ("step", *optimizer._numbers)
+    states = {key: one for key, one in inner.state[like].items() if key not in numbers}
+    for key, one in optimizer.state.get(param, {}).items():
+        if key in states and isinstance(one, Tensor) and one.shape == states[key].shape:
+            states[key] = torch.empty_like(states[key], dtype=one.dtype)
+    return states
