@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from ..grads.owners import offloading, releasing
 from ..optim.adafactor import Adafactor
 from ..optim.base import FusedOptimizer
+from ..optim.state_kinds import all_kinds
 from ..optim.wrapped import unwrapped
 from ..release.before_step import refuse_code_before_step
 from .offloaded import Offload
@@ -89,7 +90,7 @@ def _checked(optimizer: Optimizer, in_backward: bool) -> FusedOptimizer:
         )
     if in_backward:
         refuse_code_before_step(inside, None)
-    if in_backward and inside._noise_seed is not None:
+    if in_backward and any(kinds.noise_seed is not None for kinds in all_kinds(inside)):
         raise NotImplementedError(
             'in_backward=True rounds states to the nearest: leave rounding="stochastic" away'
         )
