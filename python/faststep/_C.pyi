@@ -28,6 +28,7 @@ class Offload:
     def arrive(self, index: int, grad: Tensor, factor: float, /) -> bool:
         """Copy a gradient to the host, and sum its squares times factor unless that is NaN.
 
+        A view of the gradient is kept until it is copied; nobody may resize its storage meanwhile.
         False if an earlier step could not return the parameter.
 
         Raises:

@@ -53,9 +53,10 @@ def left_by(pairs: list[tuple[Any, Any]]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, FEW)], ids=["fp32", "few bits"]
+    ("dtype", "options", "native"),
+    [(torch.float32, {}, False), (torch.bfloat16, FEW, False), (torch.bfloat16, FEW, True)],
+    ids=["fp32", "few bits", "few bits, native"],
 )
-@pytest.mark.parametrize("native", [False, True])
 def test_state_dicts_from_and_to_runs_without_offload(
     dtype: torch.dtype, options: dict[str, Any], native: bool
 ) -> None:
@@ -141,8 +142,7 @@ def test_who_passes_modules_by_waits_by_itself() -> None:
     assert not handle._copies._under_way
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("tile", [1, 40000, 1 << 30])
+@pytest.mark.parametrize(("tile", "threads"), [(1, 1), (1, 4), (40000, 3), (1 << 30, 4)])
 def test_bits_do_not_depend_on_tiles_and_threads(
     tile: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
  * and copy them back. */
 #include <math.h>
 
+#include "py/step/offload_views.h"
 #include "py/step/step_plan.h"
 
 #define SLOWEST 1e4 /* bytes per second of a simulated link */
@@ -9,8 +10,8 @@
 typedef struct {
     PyObject_HEAD
     fst_offload *offload;
-    PyObject *params; /* the tuples of set(), which keep their memory */
-    PyObject *grads;  /* that are copied in: a list of (parameter, gradient) */
+    PyObject *params; /* tuples of views of what set() was given */
+    PyObject *grads;  /* that are copied in: a list of (parameter, view) */
     Py_ssize_t count;
     int calls;   /* that run, and may have released the GIL or run Python code */
     int setting; /* set() runs: it waits until no other call does */
@@ -67,56 +68,6 @@ static PyObject *end_call(offload_object *self, PyObject *result)
     return result;
 }
 
-/* Whether the elements lie one after another in some order, as they are. */
-static int has_no_gaps(const fst_view *view)
-{
-    int64_t last = 0;
-    for (int d = 0; d < view->ndim; d++) {
-        if (view->shape[d] > 1 && (view->strides[d] < 1 || view->strides[d] > INT64_MAX / 4))
-            return 0;
-        last += view->shape[d] > 1 ? (view->shape[d] - 1) * view->strides[d] : 0;
-    }
-    return !view->negated && last + 1 == fst_view_count(view);
-}
-
-/* Reads tensors 0 to 3 of a tuple: a parameter, its copy, that of its gradient, and the sums.
- * Returns 0, or -1 with a TypeError. */
-static int read_param(fst_module *module, PyObject *tuple, fst_offload_param *param)
-{
-    fst_view views[4];
-    fst_problem problem = {.kind = NULL};
-    PyObject *tensors[4];
-    unsigned which = 0;
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) < 4) {
-        PyErr_SetString(PyExc_TypeError, "expected tuples of at least four tensors");
-        return -1;
-    }
-    for (int k = 0; k < 4; k++)
-        tensors[k] = PyTuple_GetItem(tuple, k);
-    int bad = fst_tensor_views(&module->tensors, tensors, 4, views, &which, &problem);
-    for (unsigned k = 0; !bad && k < 4; k++) {
-        which = k;
-        bad = fst_view_is_on(&views[k], FST_HOST, &problem);
-        if (!bad && !has_no_gaps(&views[k]))
-            bad = fst_problem_set(&problem, "shape", "has gaps between its elements, or none");
-    }
-    if (bad) {
-        PyErr_Format(PyExc_TypeError, "tensor %u of an offloaded parameter %s", which,
-                     problem.detail);
-        return -1;
-    }
-    const int64_t count = fst_view_count(&views[0]), chunks = (count + FST_CHUNK - 1) / FST_CHUNK;
-    if (count < 1 || fst_view_count(&views[1]) != count || fst_view_count(&views[2]) != count ||
-        views[0].dtype != views[1].dtype || views[3].dtype != FST_F64 ||
-        fst_view_count(&views[3]) < chunks || !fst_view_is_packed(&views[3])) {
-        PyErr_SetString(PyExc_TypeError, "the tensors of an offloaded parameter do not fit");
-        return -1;
-    }
-    *param = (fst_offload_param){views[0].data, views[1].data,  views[2].data, views[3].data,
-                                 count,         views[0].dtype, views[2].dtype};
-    return 0;
-}
-
 static PyObject *offload_set(PyObject *object, PyObject *list)
 {
     offload_object *self = (offload_object *)object;
@@ -124,7 +75,7 @@ static PyObject *offload_set(PyObject *object, PyObject *list)
     fst_status status = {0};
     if (check_process(self))
         return NULL;
-    PyObject *tuples = PySequence_Tuple(list);
+    PyObject *tuples = fst_offload_views(list);
     if (!tuples)
         return NULL;
     if (self->setting || self->calls) {
@@ -139,7 +90,7 @@ static PyObject *offload_set(PyObject *object, PyObject *list)
     if (!params)
         PyErr_NoMemory();
     for (Py_ssize_t i = 0; !failed && i < count; i++)
-        failed = read_param(module, PyTuple_GetItem(tuples, i), &params[i]);
+        failed = fst_offload_read(module, PyTuple_GetItem(tuples, i), &params[i]);
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS
         fst_engines_begin(fst_offload_engines(self->offload));
@@ -188,11 +139,13 @@ static int drop_copied(offload_object *self)
     return copied ? PyList_SetSlice(self->grads, 0, copied, NULL) : 0;
 }
 
+/* Copies a gradient by way of a view. */
 static PyObject *arrive(fst_module *module, offload_object *self, Py_ssize_t index, PyObject *grad,
                         double factor)
 {
     fst_view view, host;
     fst_problem problem = {.kind = NULL};
+    uint32_t first, last;
     if (number_of(self, index) < 0)
         return NULL;
     PyObject *copy = PyTuple_GetItem(PyTuple_GetItem(self->params, index), 2);
@@ -203,22 +156,24 @@ static PyObject *arrive(fst_module *module, offload_object *self, Py_ssize_t ind
         return NULL;
     }
     if (view.dtype != host.dtype || fst_view_count(&view) != fst_view_count(&host) ||
-        !has_no_gaps(&view)) {
+        !fst_offload_has_no_gaps(&view)) {
         PyErr_SetString(PyExc_TypeError, "the gradient does not fit its copy");
         return NULL;
     }
-    uint32_t first, last;
+    void *data = view.data;
     fst_offload_tiles(self->offload, (size_t)index, &first, &last);
+    PyObject *held = Py_BuildValue("nO", index, grad);
+    if (!held)
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     fst_engines_wait(fst_offload_engines(self->offload), first, last);
     Py_END_ALLOW_THREADS
-    PyObject *held = Py_BuildValue("nO", index, grad);
-    const int failed = !held || drop_copied(self) || PyList_Append(self->grads, held);
-    Py_XDECREF(held);
+    const int failed = drop_copied(self) || PyList_Append(self->grads, held);
+    Py_DECREF(held);
     if (failed)
         return NULL;
     /* with the GIL: no other thread drops the gradient before */
-    return PyBool_FromLong(fst_offload_arrive(self->offload, (size_t)index, view.data, factor));
+    return PyBool_FromLong(fst_offload_arrive(self->offload, (size_t)index, data, factor));
 }
 
 static PyObject *offload_arrive(PyObject *object, PyObject *args)
@@ -230,7 +185,10 @@ static PyObject *offload_arrive(PyObject *object, PyObject *args)
     double factor;
     if (!PyArg_ParseTuple(args, "nOd", &index, &grad, &factor) || begin_call(self))
         return NULL;
-    return end_call(self, arrive(module, self, index, grad, factor));
+    PyObject *view = fst_offload_view(grad);
+    PyObject *result = view ? arrive(module, self, index, view, factor) : NULL;
+    Py_XDECREF(view);
+    return end_call(self, result);
 }
 
 static PyObject *offload_settle(PyObject *object, PyObject *unused)
@@ -332,12 +290,11 @@ static PyObject *offload_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return (PyObject *)self;
 }
 
+/* Not `params` and `grads`: the collector would clear those of an object that it frees, and threads
+ * still read them. Nobody else has these views, so that no cycle goes through them. */
 static int offload_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    const offload_object *self = (const offload_object *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->params);
-    Py_VISIT(self->grads);
     return 0;
 }
 

@@ -18,7 +18,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.request import Rule
 from ..zero.step.waits import ForwardWaits
-from .places import CHUNK, Place, grad_dtype, is_able, like_of, mark, states_like
+from .places import CHUNK, Place, grad_dtype, held, is_able, like_of, mark, states_like
 from .slab import Slab, bytes_of
 
 _TILE = 8 * CHUNK  # elements that a thread copies or updates at a time
@@ -94,7 +94,7 @@ class Copies:
         for number, (param, place) in enumerate(self.places):
             place.number, place.seen = number, None
             copies = (place.values, place.grad, place.sums, *place.rooms.values())
-            params.append((param.detach(), *copies))
+            params.append((held(param), *copies))
         self.pipe.set(params)
         model = None if self._model is None else self._model()
         if model is not None:

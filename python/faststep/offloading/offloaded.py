@@ -29,7 +29,7 @@ from ..optim.request import Rule, StepAnswer, StepRequest
 from ..optim.step import Stepper
 from .early import EarlyUpdates
 from .memory import Copies
-from .places import CHUNK, Place, begins, fits, inverse_of, is_dense, mark, strides_of
+from .places import CHUNK, Place, begins, fits, held, inverse_of, is_dense, mark, strides_of
 from .scaled import Scaled, unscale
 
 
@@ -64,7 +64,6 @@ class Offload:
         self._copies.attach(optimizer)
         self._inner: Any = object.__new__(type(optimizer))  # the same with the host's parameters
         self._inner.state = defaultdict(dict)
-        self._held: list[list[Any]] = []  # states that threads may write, until the next gradient
         self._steppers: list[Stepper] = []  # of a step; then of the first update in backward, ...
         self._turn = 0  # which of them comes next
         self._factor = math.nan if optimizer._max_grad_norm is None else 1.0  # of the step before
@@ -105,10 +104,9 @@ class Offload:
         if not self._has_begun:
             self.wait()
             self._copies.pipe.begin()
-            self._held.clear()
             self._has_begun = True
         factor = self._factor
-        if not self._copies.pipe.arrive(place.number, grad.detach(), factor):
+        if not self._copies.pipe.arrive(place.number, held(grad), factor):
             raise RuntimeError("a parameter of the step before could not be returned")
         place.seen = (grad, *mark(grad))
         place.factor = None if math.isnan(factor) else factor
@@ -255,18 +253,19 @@ class Offload:
                 lists = [[host for host in hosts if id(host) in chosen] for hosts in lists]
             step = PlanStep(self._inner, lists, lambda: rules, [*range(len(lists))])
             self._next_stepper().step(step, request)
-            self._held += [list(one.values()) for one in known.values()]
         except BaseException:
             for param in begun:
                 del optimizer.state[param]
             raise
         updated = []
+        are_kept = True  # the states whose update may be under way
         for param in only:
             place = self._copies.places.of(param)
             if place is None:
                 continue
             updated.append(param)
             self._copies.goes(place)
+            are_kept = are_kept and place.has_states(known.get(place.values, {}))
         increment_version(updated)
         for host, param in pairs:
             place = self._copies.places.of(param)
@@ -277,6 +276,8 @@ class Offload:
                 if place is not None:
                     self.wait()
                     place.adopt(known[host])
+        if not are_kept:
+            self.wait()
 
     def _next_stepper(self) -> Stepper:
         if self._turn == len(self._steppers):

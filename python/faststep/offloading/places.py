@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._torch.held import NotHeld, hold
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule
@@ -49,6 +50,10 @@ class Place:
         """True if this gradient, as it is now, was copied."""
         return self.seen is not None and self.seen[0] is grad and self.seen[1:] == mark(grad)
 
+    def has_states(self, state: dict[str, Any]) -> bool:
+        """True if no state lies elsewhere than in its room, because a script has put it there."""
+        return all(state.get(key, room) is room for key, room in self.rooms.items())
+
     def make_room(self, dtype: torch.dtype) -> None:
         """Let gradients be of another type from now on."""
         if dtype != self.grad.dtype:
@@ -68,6 +73,14 @@ class Place:
             if (value.dtype, value.shape) == (room.dtype, room.shape):
                 state[key] = room.copy_(value)
         self.state = state
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A view for the threads, whose memory stays whatever becomes of the tensor and its storage."""
+    try:
+        return hold(tensor.detach())
+    except NotHeld as why:
+        raise RuntimeError(f"offload() cannot let threads read this tensor: {why}") from None
 
 
 def mark(tensor: Tensor) -> tuple[int, int]:
@@ -102,7 +115,8 @@ def strides_of(param: Tensor) -> tuple[int, ...]:
 def is_dense(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     """True for a plain tensor whose elements lie one after another, in this order."""
     is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
-    return is_plain and tensor.is_cpu and not tensor.is_neg() and tensor.stride() == strides
+    is_plain = is_plain and tensor.is_cpu and not tensor.is_neg() and tensor.stride() == strides
+    return is_plain and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
 def is_able(param: Tensor) -> bool:
