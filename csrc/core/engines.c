@@ -234,14 +234,6 @@ void fst_engines_begin(fst_engines *engines)
     pthread_mutex_unlock(&engines->lock);
 }
 
-void fst_engines_retry(fst_engines *engines)
-{
-    pthread_mutex_lock(&engines->lock);
-    fst_pipeline_retry(&engines->tiles);
-    wake(engines, FST_ENGINE_OUT);
-    pthread_mutex_unlock(&engines->lock);
-}
-
 fst_pass_state fst_engines_settle(fst_engines *engines)
 {
     pthread_mutex_lock(&engines->lock);

@@ -27,7 +27,6 @@ fst_code fst_engines_resize(fst_engines *engines, uint32_t count, fst_status *st
 int fst_engines_arrive(fst_engines *engines, uint32_t first, uint32_t last);
 int fst_engines_allow(fst_engines *engines, uint32_t first, uint32_t last);
 void fst_engines_begin(fst_engines *engines); /* waits until nothing moves */
-void fst_engines_retry(fst_engines *engines);
 
 /* Whether fst_engines_allow would refuse none of these. */
 int fst_engines_expect(fst_engines *engines, uint32_t first, uint32_t last);

@@ -205,12 +205,13 @@ int fst_offload_arrive(fst_offload *offload, size_t param, const void *grad, dou
 static entry *find(const fst_offload *offload, const fst_operand *operands)
 {
     const entry key = {.at.host = operands[FST_OP_PARAM].data};
-    return bsearch(&key, offload->entries, offload->count, sizeof key, by_address);
+    return offload->count ? bsearch(&key, offload->entries, offload->count, sizeof key, by_address)
+                          : NULL;
 }
 
 fst_code fst_offload_check(const fst_offload *offload, const fst_plan *plan, fst_status *status)
 {
-    for (size_t i = 0; offload->entries && i < plan->span_count; i++) {
+    for (size_t i = 0; i < plan->span_count; i++) {
         const fst_operand *ops = &plan->operands[i * plan->width];
         const entry *e = find(offload, ops);
         if (!e)

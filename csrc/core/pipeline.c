@@ -102,7 +102,6 @@ void fst_pipeline_finish(fst_pipeline *pipeline, unsigned engine, uint32_t tile,
     pipeline->failed |= failed;
     pipeline->copying -= engine == FST_ENGINE_IN;
     pipeline->wrote |= engine == FST_ENGINE_UPDATE;
-    pipeline->stranded += engine == FST_ENGINE_OUT && failed;
     if (failed)
         rest(pipeline, tile, engine == FST_ENGINE_OUT ? FST_TILE_STRANDED : FST_TILE_IDLE);
     else if (engine == FST_ENGINE_OUT)
@@ -113,18 +112,6 @@ void fst_pipeline_finish(fst_pipeline *pipeline, unsigned engine, uint32_t tile,
         append(pipeline, FST_ENGINE_UPDATE, tile);
     else
         pipeline->state[tile] = FST_TILE_HERE;
-}
-
-void fst_pipeline_retry(fst_pipeline *pipeline)
-{
-    for (uint32_t tile = 0; pipeline->stranded && tile < pipeline->count; tile++) {
-        if (pipeline->state[tile] != FST_TILE_STRANDED)
-            continue;
-        pipeline->stranded--;
-        pipeline->allowed[tile] = 1;
-        pipeline->pending++;
-        append(pipeline, FST_ENGINE_OUT, tile);
-    }
 }
 
 fst_pass_state fst_pipeline_state(const fst_pipeline *pipeline)

@@ -49,7 +49,6 @@ typedef struct {
     fst_tile_list lists[FST_ENGINES]; /* of tiles that wait for an engine */
     uint32_t pending;                 /* tiles that are allowed and not at rest */
     uint32_t copying;                 /* tiles that have arrived and are not here */
-    uint32_t stranded;
     int began, failed, wrote; /* whether a tile was allowed, an engine failed, one was updated */
 } fst_pipeline;
 
@@ -70,9 +69,6 @@ int fst_pipeline_allow(fst_pipeline *pipeline, uint32_t tile);
 /* The next tile for an engine, which has it until it calls `finish`; FST_NO_TILE: none waits. */
 uint32_t fst_pipeline_take(fst_pipeline *pipeline, unsigned engine);
 void fst_pipeline_finish(fst_pipeline *pipeline, unsigned engine, uint32_t tile, int failed);
-
-/* Lets tiles that are stranded be copied out again. */
-void fst_pipeline_retry(fst_pipeline *pipeline);
 
 fst_pass_state fst_pipeline_state(const fst_pipeline *pipeline);
 

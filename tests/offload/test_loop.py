@@ -11,11 +11,17 @@ import os
 import pickle
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import faststep
 from faststep import _C
@@ -73,6 +79,32 @@ def test_state_dicts_from_and_to_runs_without_offload(
         optimizer.load_state_dict(state_dict)
         steps(model, optimizer, seed=6)
     assert_same(*left_by(pairs))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_distributed_checkpoints_from_and_to_runs_without_offload(
+    saves: bool, tmp_path: Path
+) -> None:
+    """Into an optimizer that has not stepped; torch then makes a step with gradients of zero."""
+    pairs = both()
+    for model, _ in pairs:
+        model.unused.requires_grad_(False)  # torch loads no checkpoint without its state
+    model, optimizer = pairs[not saves]
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path)
+    again = Odd()
+    again.load_state_dict(model.state_dict())
+    again.unused.requires_grad_(False)
+    loaded = AdamW(again.parameters())
+    if not saves:
+        faststep.offload(loaded, model=again)
+    state = get_optimizer_state_dict(again, loaded)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(again, loaded, state)
+    for one in ((again, loaded), *pairs):
+        steps(*one, seed=4)
+    found = left_by([(again, loaded), *pairs])
+    assert_same(found[0], found[1])
+    assert_same(found[1], found[2])
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
