@@ -195,7 +195,7 @@ def test_a_backward_that_raises_leaves_the_next_step_right() -> None:
 
     found = []
     for offloads in (True, False):
-        model, optimizer, _ = made(offloads)
+        model, optimizer, offloaded = made(offloads)
         model(2.0).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -206,6 +206,8 @@ def test_a_backward_that_raises_leaves_the_next_step_right() -> None:
         optimizer.zero_grad()
         model(4.0).backward()
         optimizer.step()
+        if offloads:  # and copied in backward
+            assert {place.wanted for place in offloaded._copies.places.entries()} == {1}
         found.append(bits(model.state_dict(), optimizer.state_dict()))
     assert_same(*found)
 

@@ -153,7 +153,7 @@ def _lines(planned: Planned, best: Way) -> str:
     if best.checkpoints:
         lines.append("    # and torch.utils.checkpoint in the forward of each block")
     if best.offloads:
-        lines.append("    # and offload of the states, which faststep.offload does not do here so far")
+        lines.append("    # and offload of the states, which faststep does not do here so far")
     return "\n".join(lines)
 
 

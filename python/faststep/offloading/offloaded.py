@@ -87,12 +87,12 @@ class Offload:
     def _arrived(self, param: Tensor) -> None:
         """The hook of a parameter: its gradient is in `.grad`, and maybe not the last one."""
         place, grad, optimizer = self._copies.places.of(param), param.grad, self._optimizer()
-        if place is None or grad is None or optimizer is None:
+        if place is None or grad is None or optimizer is None or grad.layout != torch.strided:
             return
-        place.arrivals += 1
+        is_last = place.count(grad)
         if self._is_reduced is None:
             self._is_reduced = reducing_model(one for one, _ in self._copies.places) is not None
-        if self._is_reduced or place.arrivals < place.wanted or not fits(place, param, grad):
+        if self._is_reduced or not is_last or not fits(place, param, grad):
             return
         if self._early is not None and optimizer._max_grad_norm is None:
             self._early.update(self, optimizer, place, param, grad)

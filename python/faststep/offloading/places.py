@@ -30,7 +30,8 @@ class Place:
         seen: the gradient that was copied, with its version and address; None: none since the step.
         factor: what `sums` are multiplied by; None: they are not those of `seen`.
         written: the parameter's version and address when `values` was the same.
-        arrivals, wanted: gradients since the step, and those that the step before took.
+        arrivals, wanted: how often the gradient was accumulated; how often before the last step.
+        arrived: its version and address at the last of these.
     """
 
     def __init__(self, values: Tensor, grad: Tensor, rooms: dict[str, Tensor]) -> None:
@@ -45,6 +46,7 @@ class Place:
         self.factor: float | None = None
         self.written = (-1, 0)
         self.arrivals, self.wanted = 0, 1
+        self.arrived = (-1, 0)
 
     def has(self, grad: Tensor) -> bool:
         """True if this gradient, as it is now, was copied."""
@@ -53,6 +55,14 @@ class Place:
     def has_states(self, state: dict[str, Any]) -> bool:
         """True if no state lies elsewhere than in its room, because a script has put it there."""
         return all(state.get(key, room) is room for key, room in self.rooms.items())
+
+    def count(self, grad: Tensor) -> bool:
+        """Count an accumulation; False if others are expected. A new gradient is the first one."""
+        now = mark(grad)
+        is_same = now[1] == self.arrived[1] and now[0] > self.arrived[0]
+        self.arrivals = self.arrivals + 1 if is_same else 1
+        self.arrived = now
+        return self.arrivals >= self.wanted
 
     def make_room(self, dtype: torch.dtype) -> None:
         """Let gradients be of another type from now on."""
