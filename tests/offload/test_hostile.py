@@ -147,6 +147,26 @@ def test_a_parameter_moves_while_it_is_copied_back() -> None:
     assert_same(*found)
 
 
+def test_a_parameter_without_memory() -> None:
+    """With a gradient it is an error before anything is written, and without one nothing."""
+    found = []
+    for offloads in (True, False):
+        model, optimizer, _ = made(offloads)
+        model().backward()
+        optimizer.step()
+        second = vars(model)["_parameters"]["second"]
+        model().backward()
+        second.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="parameter 1 in group 0") as caught:
+            optimizer.step()
+        second.grad = None
+        first = vars(model)["_parameters"]["first"]
+        first.data = first.detach().clone()
+        optimizer.step()
+        found.append([*bits(first, optimizer.state_dict()), str(caught.value)])
+    assert_same(*found)
+
+
 def test_states_move_while_they_are_updated() -> None:
     """Those that a script has put in the place of the slab's."""
     found = []

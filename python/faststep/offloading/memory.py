@@ -94,7 +94,9 @@ class Copies:
         for number, (param, place) in enumerate(self.places):
             place.number, place.seen = number, None
             copies = (place.values, place.grad, place.sums, *place.rooms.values())
-            params.append((held(param), *copies))
+            # one without memory gets no gradient, and is not copied back
+            there = held(param) if param.data_ptr() else place.values
+            params.append((there, *copies))
         self.pipe.set(params)
         model = None if self._model is None else self._model()
         if model is not None:
