@@ -9,7 +9,7 @@
 
 typedef struct {
     fst_offload_param at;
-    const void *grad;
+    void *source; /* the gradient, or an event behind its copy */
     double factor;
     uint32_t first_tile;
     fst_operand operands[FST_OP_COUNT]; /* of the step that runs, as all below */
@@ -32,6 +32,7 @@ struct fst_offload {
     uint32_t *owners; /* of each tile */
     size_t count;
     int64_t tile;
+    fst_offload_home home;
     simulated_link wires[FST_ENGINES];
 };
 
@@ -56,26 +57,47 @@ static void pace(simulated_link *wire, size_t bytes)
     clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &wire->free, NULL);
 }
 
-static void copy_in(fst_offload *offload, const entry *e, int64_t begin, int64_t end)
+/* Copies a gradient, or waits until the device has; returns 1 if that failed. */
+static int copy_in(fst_offload *offload, const entry *e, int64_t begin, int64_t end)
 {
     const size_t size = fst_dtype_size(e->at.grad_dtype);
     const fst_operand op = {.data = e->at.host_grad, .dtype = e->at.grad_dtype};
+    fst_status status = {0};
+    if (offload->home.gpu && fst_gpu_await(offload->home.gpu, e->source, &status))
+        return 1;
     pace(&offload->wires[FST_ENGINE_IN], (size_t)(end - begin) * size);
     for (int64_t at = begin; at < end; at += FST_CHUNK) {
         const size_t count = (size_t)(end - at < FST_CHUNK ? end - at : FST_CHUNK);
         const size_t from = (size_t)at * size;
-        memcpy((char *)e->at.host_grad + from, (const char *)e->grad + from, count * size);
+        if (!offload->home.gpu)
+            memcpy((char *)e->at.host_grad + from, (const char *)e->source + from, count * size);
         if (!isnan(e->factor)) /* while it is in the cache */
             e->at.sums[at / FST_CHUNK] = fst_chunk_squares(&op, at, count, e->factor);
     }
+    return 0;
 }
 
-static void copy_out(fst_offload *offload, const entry *e, int64_t begin, int64_t end)
+static int upload(fst_offload_home home, void *to, const void *from, size_t bytes)
+{
+    fst_status status = {0};
+    int mode;
+    if (fst_gpu_enter_relaxed(home.gpu, &mode, &status))
+        return 1;
+    fst_gpu_upload(home.gpu, (uint64_t)(uintptr_t)to, from, bytes, home.stream, &status);
+    return fst_gpu_leave_relaxed(home.gpu, mode, &status) != FST_OK;
+}
+
+static int copy_out(fst_offload *offload, const entry *e, int64_t begin, int64_t end)
 {
     const size_t size = fst_dtype_size(e->at.dtype), from = (size_t)begin * size;
     const size_t bytes = (size_t)(end - begin) * size;
+    char *to = (char *)e->at.param + from;
+    const char *host = (const char *)e->at.host + from;
     pace(&offload->wires[FST_ENGINE_OUT], bytes);
-    memcpy((char *)e->at.param + from, (const char *)e->at.host + from, bytes);
+    if (offload->home.gpu)
+        return upload(offload->home, to, host, bytes);
+    memcpy(to, host, bytes);
+    return 0;
 }
 
 static int work(void *context, unsigned engine, uint32_t tile)
@@ -86,11 +108,10 @@ static int work(void *context, unsigned engine, uint32_t tile)
     const int64_t left = e->at.count - begin;
     const int64_t end = begin + (left < offload->tile ? left : offload->tile);
     if (engine == FST_ENGINE_IN)
-        copy_in(offload, e, begin, end);
-    else if (engine == FST_ENGINE_OUT)
-        copy_out(offload, e, begin, end);
-    else
-        fst_update_span(e->operands, begin, end, &e->args, e->inv_scale, e->write_grad);
+        return copy_in(offload, e, begin, end);
+    if (engine == FST_ENGINE_OUT)
+        return copy_out(offload, e, begin, end);
+    fst_update_span(e->operands, begin, end, &e->args, e->inv_scale, e->write_grad);
     return 0;
 }
 
@@ -155,11 +176,12 @@ static uint32_t number_tiles(fst_offload *offload)
 }
 
 fst_code fst_offload_set(fst_offload *offload, const fst_offload_param *params, size_t count,
-                         fst_status *status)
+                         fst_offload_home home, fst_status *status)
 {
     size_t tiles = 0;
     fst_engines_begin(offload->engines);
     free_entries(offload);
+    offload->home = home;
     for (size_t i = 0; i < count; i++)
         tiles += (size_t)((params[i].count + offload->tile - 1) / offload->tile);
     if (tiles >= FST_NO_TILE)
@@ -190,14 +212,19 @@ void fst_offload_tiles(const fst_offload *offload, size_t param, uint32_t *first
     *last = *first + tiles_of(offload, e);
 }
 
-int fst_offload_arrive(fst_offload *offload, size_t param, const void *grad, double factor)
+fst_offload_home fst_offload_home_of(const fst_offload *offload)
+{
+    return offload->home;
+}
+
+int fst_offload_arrive(fst_offload *offload, size_t param, void *source, double factor)
 {
     entry *e = &offload->entries[offload->places[param]];
     uint32_t first, last;
     fst_offload_tiles(offload, param, &first, &last);
     if (!fst_engines_copied(offload->engines, first, last))
         return 0;
-    e->grad = grad;
+    e->source = source;
     e->factor = factor;
     return fst_engines_arrive(offload->engines, first, last);
 }

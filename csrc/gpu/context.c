@@ -232,6 +232,15 @@ fst_code fst_gpu_upload(const fst_gpu_device *device, uint64_t to, const void *p
     return fst_driver_upload(device->ordinal, to, pinned, size, stream, status);
 }
 
+fst_code fst_gpu_await(const fst_gpu_device *device, void *event, fst_status *status)
+{
+    int mode;
+    if (fst_gpu_enter_relaxed(device, &mode, status))
+        return status->code;
+    fst_driver_await(device->ordinal, event, status);
+    return fst_gpu_leave_relaxed(device, mode, status);
+}
+
 fst_gpu_counts fst_gpu_counted(void)
 {
     return (fst_gpu_counts){

@@ -74,4 +74,7 @@ fst_code fst_gpu_launch(const fst_gpu_device *device, fst_kernel kernel, size_t 
 fst_code fst_gpu_upload(const fst_gpu_device *device, uint64_t to, const void *pinned, size_t size,
                         void *stream, fst_status *status);
 
+/* Waits, in a thread without the context, until the event has passed. */
+fst_code fst_gpu_await(const fst_gpu_device *device, void *event, fst_status *status);
+
 fst_gpu_counts fst_gpu_counted(void);

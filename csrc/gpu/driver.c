@@ -310,6 +310,12 @@ fst_code fst_driver_stream_id(int device, void *stream, uint64_t *id, fst_status
     return FST_OK;
 }
 
+fst_code fst_driver_await(int device, void *event, fst_status *status)
+{
+    TRY(cuEventSynchronize, event);
+    return FST_OK;
+}
+
 void fst_driver_synchronize(void *event)
 {
     cu.cuEventSynchronize(event);

@@ -76,7 +76,8 @@ fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *sta
  * was destroyed comes again, and that of the per-thread stream means another in each thread. */
 fst_code fst_driver_stream_id(int device, void *stream, uint64_t *id, fst_status *status);
 
-/* Waits until the event has passed. Only for what is about to be freed. */
+/* Wait until the event has passed; the second one is only for what is about to be freed. */
+fst_code fst_driver_await(int device, void *event, fst_status *status);
 void fst_driver_synchronize(void *event);
 
 /* *capture becomes the number of the capture that the stream is part of, or 0. */

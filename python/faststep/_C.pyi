@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 class TensorError(TypeError):
@@ -25,11 +26,14 @@ class Offload:
     """
 
     def __init__(self, threads: int, tile: int, /) -> None: ...
-    def arrive(self, index: int, grad: Tensor, factor: float, /) -> bool:
+    def arrive(self, index: int, grad: Tensor | torch.cuda.Event, factor: float, /) -> bool:
         """Copy a gradient to the host, and sum its squares times factor unless that is NaN.
 
         A view of the gradient is kept until it is copied; nobody may resize its storage meanwhile.
         False if an earlier step could not return the parameter.
+
+        On a CUDA device the caller copies, and passes the `torch.cuda.Event` behind that, which is
+        kept until it has passed.
 
         Raises:
             IndexError: there is no such parameter.
@@ -50,12 +54,16 @@ class Offload:
             ValueError: a rate is neither 0 nor at least 10000.
         """
 
-    def set(self, params: Sequence[tuple[Tensor, ...]], /) -> None:
+    def set(
+        self, params: Sequence[tuple[Tensor, ...]], device: int = ..., stream: int = ..., /
+    ) -> None:
         """Set the parameters, once nothing moves.
 
         Of each a tuple: the parameter, its copy, that of its gradient, and room for the sums of its
         chunks, in float64. More tensors are kept alive with them. All lie in CPU memory without
-        gaps, and their elements in the same order.
+        gaps, and their elements in the same order. With the ordinal of a CUDA `device` the
+        parameters lie there, the others are page-locked, and updated parameters are copied back by
+        `stream`, the handle of one.
 
         Raises:
             TypeError: they do not fit.

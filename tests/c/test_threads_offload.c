@@ -171,7 +171,7 @@ static double *adamw(unsigned updaters, int64_t tile, int offloaded)
     CHECK_INT(fst_plan_seal(&plan, FST_OP_PARAM, 1, &status), FST_OK);
     if (offloaded) {
         fst_offload *offload = fst_offload_new(updaters, tile, &status);
-        CHECK_INT(fst_offload_set(offload, params, PARAMS, &status), FST_OK);
+        CHECK_INT(fst_offload_set(offload, params, PARAMS, (fst_offload_home){0}, &status), FST_OK);
         CHECK(fst_offload_check(offload, &plan, &status)); /* no gradient is there */
         status = (fst_status){0};
         for (size_t i = PARAMS; i-- > 0;)

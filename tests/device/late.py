@@ -151,12 +151,27 @@ class Late:
         return living
 
 
+class Cudart:
+    """torch.cuda.cudart(), as far as it page-locks memory."""
+
+    def __init__(self, late: Late) -> None:
+        self.late = late
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        call = "cuMemHostRegister_v2"
+        return self.late.call(call, ctypes.c_void_p(address), ctypes.c_size_t(size), flags)
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return self.late.call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+
 class Stream:
     """torch.cuda.Stream."""
 
     def __init__(self, late: Late) -> None:
         self.late = late
         self.handle = late.machine.stream()
+        self.cuda_stream = self.handle
         late.streams += 1
 
     def record_event(self) -> Event:
@@ -184,6 +199,10 @@ class Event:
         self.handle = ctypes.c_void_p()
         late.must("cuEventCreate", ctypes.byref(self.handle), FOR_ORDER_ONLY)
         weakref.finalize(self, late.call, "cuEventDestroy_v2", self.handle).atexit = False
+
+    @property
+    def cuda_event(self) -> int | None:
+        return self.handle.value
 
     def record(self, stream: Stream) -> None:
         self.late.must("cuEventRecord", self.handle, ctypes.c_void_p(stream.handle))
@@ -219,9 +238,10 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Late:
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         if source.is_cuda and not self.is_cuda:
-            assert non_blocking
             assert late.is_pinned(self)
             late.copy_from(source, self)
+            if not non_blocking:
+                late.current.synchronize()
             return self
         if not self.is_cuda:
             return copy(self, source, non_blocking)
@@ -249,7 +269,8 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Late:
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(late))
-    patch.setattr(torch.cuda, "Event", lambda: Event(late))
+    patch.setattr(torch.cuda, "Event", lambda blocking=False: Event(late))
+    patch.setattr(torch.cuda, "cudart", lambda: Cudart(late))
     patch.setattr(torch.cuda, "current_stream", lambda device=None: late.current)
     patch.setattr(torch.cuda, "stream", late.use)
     return late

@@ -68,13 +68,20 @@ static PyObject *end_call(offload_object *self, PyObject *result)
     return result;
 }
 
-static PyObject *offload_set(PyObject *object, PyObject *list)
+static PyObject *offload_set(PyObject *object, PyObject *args)
 {
     offload_object *self = (offload_object *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     fst_status status = {0};
-    if (check_process(self))
+    fst_offload_home home = {0};
+    PyObject *list;
+    int device = FST_HOST;
+    Py_ssize_t stream = 0; /* its address */
+    if (!PyArg_ParseTuple(args, "O|in", &list, &device, &stream) || check_process(self))
         return NULL;
+    home.stream = (void *)stream;
+    if (device != FST_HOST && !(home.gpu = fst_gpu_context_get(device, &status)))
+        return fst_raise(&status);
     PyObject *tuples = fst_offload_views(list);
     if (!tuples)
         return NULL;
@@ -90,13 +97,13 @@ static PyObject *offload_set(PyObject *object, PyObject *list)
     if (!params)
         PyErr_NoMemory();
     for (Py_ssize_t i = 0; !failed && i < count; i++)
-        failed = fst_offload_read(module, PyTuple_GetItem(tuples, i), &params[i]);
+        failed = fst_offload_read(module, PyTuple_GetItem(tuples, i), device, &params[i]);
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS
         fst_engines_begin(fst_offload_engines(self->offload));
         Py_END_ALLOW_THREADS
         /* with the GIL, under which steps look for the parameters */
-        fst_offload_set(self->offload, params, (size_t)count, &status);
+        fst_offload_set(self->offload, params, (size_t)count, home, &status);
         self->count = status.code ? 0 : count;
     }
     PyMem_Free(params);
@@ -139,15 +146,11 @@ static int drop_copied(offload_object *self)
     return copied ? PyList_SetSlice(self->grads, 0, copied, NULL) : 0;
 }
 
-/* Copies a gradient by way of a view. */
-static PyObject *arrive(fst_module *module, offload_object *self, Py_ssize_t index, PyObject *grad,
-                        double factor)
+/* The memory of a gradient on the host; NULL with a Python error. */
+static void *memory_of(fst_module *module, offload_object *self, Py_ssize_t index, PyObject *grad)
 {
     fst_view view, host;
     fst_problem problem = {.kind = NULL};
-    uint32_t first, last;
-    if (number_of(self, index) < 0)
-        return NULL;
     PyObject *copy = PyTuple_GetItem(PyTuple_GetItem(self->params, index), 2);
     if (fst_tensor_view(&module->tensors, copy, &host, &problem) ||
         fst_tensor_view(&module->tensors, grad, &view, &problem) ||
@@ -156,13 +159,31 @@ static PyObject *arrive(fst_module *module, offload_object *self, Py_ssize_t ind
         return NULL;
     }
     if (view.dtype != host.dtype || fst_view_count(&view) != fst_view_count(&host) ||
-        !fst_offload_has_no_gaps(&view)) {
+        !view.data || !fst_offload_has_no_gaps(&view)) {
         PyErr_SetString(PyExc_TypeError, "the gradient does not fit its copy");
         return NULL;
     }
-    void *data = view.data;
+    return view.data;
+}
+
+/* The handle of a torch.cuda.Event that was recorded; NULL with a Python error. */
+static void *handle_of(PyObject *event)
+{
+    PyObject *number = PyObject_GetAttrString(event, "cuda_event");
+    void *handle = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    if (!handle && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "the event was not recorded");
+    return handle;
+}
+
+/* Takes a gradient by way of a view, or of the event behind its copy. */
+static PyObject *arrive(offload_object *self, Py_ssize_t index, PyObject *kept, void *source,
+                        double factor)
+{
+    uint32_t first, last;
     fst_offload_tiles(self->offload, (size_t)index, &first, &last);
-    PyObject *held = Py_BuildValue("nO", index, grad);
+    PyObject *held = Py_BuildValue("nO", index, kept);
     if (!held)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -173,7 +194,7 @@ static PyObject *arrive(fst_module *module, offload_object *self, Py_ssize_t ind
     if (failed)
         return NULL;
     /* with the GIL: no other thread drops the gradient before */
-    return PyBool_FromLong(fst_offload_arrive(self->offload, (size_t)index, data, factor));
+    return PyBool_FromLong(fst_offload_arrive(self->offload, (size_t)index, source, factor));
 }
 
 static PyObject *offload_arrive(PyObject *object, PyObject *args)
@@ -181,13 +202,17 @@ static PyObject *offload_arrive(PyObject *object, PyObject *args)
     offload_object *self = (offload_object *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     Py_ssize_t index;
-    PyObject *grad;
+    PyObject *grad, *result = NULL;
     double factor;
     if (!PyArg_ParseTuple(args, "nOd", &index, &grad, &factor) || begin_call(self))
         return NULL;
-    PyObject *view = fst_offload_view(grad);
-    PyObject *result = view ? arrive(module, self, index, view, factor) : NULL;
-    Py_XDECREF(view);
+    const int is_event = fst_offload_home_of(self->offload).gpu != NULL;
+    PyObject *kept = is_event ? Py_NewRef(grad) : fst_offload_view(grad);
+    if (kept && number_of(self, index) >= 0) {
+        void *source = is_event ? handle_of(kept) : memory_of(module, self, index, kept);
+        result = source ? arrive(self, index, kept, source, factor) : NULL;
+    }
+    Py_XDECREF(kept);
     return end_call(self, result);
 }
 
@@ -317,6 +342,7 @@ static PyMethodDef offload_methods[] = {
     {"arrive", offload_arrive, METH_VARARGS,
      FST_DOC("arrive($self, index, grad, factor, /)",
              "Copy a gradient to the host, and sum its squares times factor unless that is NaN. "
+             "On a CUDA device the caller copies, and passes the event behind that. "
              "False if an earlier step could not return the parameter.")},
     {"begin", offload_begin, METH_NOARGS,
      FST_DOC("begin($self, /)", "Forget the gradients that were copied, once nothing moves.")},
@@ -325,11 +351,12 @@ static PyMethodDef offload_methods[] = {
     {"pace", offload_pace, METH_VARARGS,
      FST_DOC("pace($self, bytes_in, bytes_out, /)",
              "Let copies take as long as over links of so many bytes per second; 0 is no limit.")},
-    {"set", offload_set, METH_O,
+    {"set", offload_set, METH_VARARGS,
      FST_DOC(
-         "set($self, params, /)",
+         "set($self, params, device=-1, stream=0, /)",
          "Set the parameters: tuples of the parameter, its copy, that of its gradient, and room "
-         "for the sums of chunks. More tensors are kept.")},
+         "for the sums of chunks. More tensors are kept. Parameters on a CUDA device are copied "
+         "back by a stream of it.")},
     {"settle", offload_settle, METH_NOARGS,
      FST_DOC("settle($self, /)", "Wait for the gradients. Returns the state of the pass.")},
     {"wait", offload_wait, METH_VARARGS,

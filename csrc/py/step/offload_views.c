@@ -47,7 +47,7 @@ PyObject *fst_offload_views(PyObject *sequence)
     return all;
 }
 
-int fst_offload_read(fst_module *module, PyObject *tuple, fst_offload_param *param)
+int fst_offload_read(fst_module *module, PyObject *tuple, int device, fst_offload_param *param)
 {
     fst_view views[4];
     fst_problem problem = {.kind = NULL};
@@ -58,7 +58,7 @@ int fst_offload_read(fst_module *module, PyObject *tuple, fst_offload_param *par
     int bad = fst_tensor_views(&module->tensors, tensors, 4, views, &which, &problem);
     for (unsigned k = 0; !bad && k < 4; k++) {
         which = k;
-        bad = fst_view_is_on(&views[k], FST_HOST, &problem);
+        bad = fst_view_is_on(&views[k], k ? FST_HOST : device, &problem);
         if (!bad && !fst_offload_has_no_gaps(&views[k]))
             bad = fst_problem_set(&problem, "shape", "has gaps between its elements, or none");
     }

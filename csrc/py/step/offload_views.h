@@ -15,6 +15,6 @@ PyObject *fst_offload_views(PyObject *sequence);
 /* Whether the elements lie one after another in some order, as they are. */
 int fst_offload_has_no_gaps(const fst_view *view);
 
-/* Reads tensors 0 to 3 of a tuple: a parameter, its copy, that of its gradient, and the sums.
- * Returns 0, or -1 with a TypeError. */
-int fst_offload_read(fst_module *module, PyObject *tuple, fst_offload_param *param);
+/* Reads tensors 0 to 3 of a tuple: a parameter on `device`, its copy, that of its gradient, and the
+ * sums. Returns 0, or -1 with a TypeError. */
+int fst_offload_read(fst_module *module, PyObject *tuple, int device, fst_offload_param *param);

@@ -18,6 +18,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.request import Rule
 from ..zero.step.waits import ForwardWaits
+from .link import Link
 from .places import CHUNK, Place, grad_dtype, held, is_able, like_of, mark, states_like
 from .slab import Slab, bytes_of
 
@@ -32,6 +33,9 @@ class Copies:
         fraction: the share of elements that it takes, from the first parameter on.
         arrived: the hook of parameters.
         threads: how many update; None: one for each core but the first.
+
+    Attributes:
+        link: to the CUDA device of the parameters; None: they are in host memory.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Copies:
     ) -> None:
         self.places: Hooked[Place] = Hooked()
         self.pipe = _C.Offload(threads or max(1, len(os.sched_getaffinity(0)) - 1), _TILE)
+        self.link: Link | None = None
         self._fraction = fraction
         self._arrived = arrived
         self._kept: Hooked[None] = Hooked()  # parameters whose states stay on the device
@@ -53,13 +58,14 @@ class Copies:
         ids = [id(param) for param in params if param.requires_grad]
         if ids == self._ids:
             return
+        self._find_link(params)
         self.places.keep_only(params)
         self._kept.keep_only(params)
         new: dict[Tensor, tuple[dict[str, Any], Rule]] = {}
         for group, rule in zip(optimizer.param_groups, optimizer._rules(), strict=True):
             for param in group["params"]:
                 if param.requires_grad and param not in self.places and param not in self._kept:
-                    _refuse(param)
+                    self._refuse(param)
                     new[param] = group, rule
         able = [param for param in new if is_able(param)]
         most = self._fraction * sum(param.numel() for param in able)
@@ -76,12 +82,12 @@ class Copies:
     ) -> None:
         likes = {param: states_like(optimizer, *which, param) for param, which in taken.items()}
         grads = {param: like_of(param, grad_dtype(param)) for param in taken}
-        slab = Slab(sum(bytes_of([p, grads[p], *likes[p].values()]) for p in taken))
+        size = sum(bytes_of([p, grads[p], *likes[p].values()]) for p in taken)
+        slab = Slab(size, self.link)
         for param in taken:
             rooms = {key: slab.take(like) for key, like in likes[param].items()}
             place = Place(slab.take(param), slab.take(grads[param]), rooms)
-            place.values.copy_(param.detach())
-            place.written = mark(param)
+            self.refresh(param, place)
             if param in optimizer.state:
                 place.adopt(optimizer.state[param])
             self.places.add(param, place, self._arrived)
@@ -94,13 +100,67 @@ class Copies:
         for number, (param, place) in enumerate(self.places):
             place.number, place.seen = number, None
             copies = (place.values, place.grad, place.sums, *place.rooms.values())
-            # one without memory gets no gradient, and is not copied back
-            there = held(param) if param.data_ptr() else place.values
+            if self.link is not None:
+                there = param.detach()
+                self.link.lend(there)
+            else:  # one without memory gets no gradient, and is not copied back
+                there = held(param) if param.data_ptr() else place.values
             params.append((there, *copies))
-        self.pipe.set(params)
+        if self.link is None:
+            self.pipe.set(params)
+        else:
+            self.pipe.set(params, self.link.device.index, self.link.handle)
         model = None if self._model is None else self._model()
         if model is not None:
             self.wait_in_forward(model)
+
+    def _find_link(self, params: list[Tensor]) -> None:
+        """Make the link if there is none yet, and raise for parameters of several devices."""
+        devices = {param.device for param in params if param.requires_grad}
+        devices |= set() if self.link is None else {self.link.device}
+        if not any(device.type == "cuda" for device in devices):
+            return
+        if len(devices) > 1:
+            raise NotImplementedError(
+                "offload() takes parameters of one device so far: make an optimizer for each"
+            )
+        if self._fraction < 1.0:
+            raise NotImplementedError("offload() takes no fraction of CUDA parameters so far")
+        if self.link is None:
+            self.link = Link(devices.pop())
+
+    def _refuse(self, param: Tensor) -> None:
+        """Raise for a parameter that cannot be taken."""
+        if is_dtensor(param) or is_fsdp_shard(param):
+            raise NotImplementedError(
+                "offload() does not take parameters that are divided over ranks so far (DTensor, "
+                "FullyShardedDataParallel)"
+            )
+        if self.link is not None and not is_able(param):
+            raise NotImplementedError(
+                f"offload() takes CUDA parameters with elements and without gaps, not one of shape "
+                f"{tuple(param.shape)}, strides {param.stride()} and type {param.dtype}"
+            )
+
+    def refresh(self, param: Tensor, place: Place) -> None:
+        """Copy a parameter that a script has written since it was returned."""
+        if place.written != mark(param):
+            if self.link is not None:
+                self.link.join()
+            place.values.copy_(param.detach())
+            place.written = mark(param)
+
+    def arrive(self, place: Place, grad: Tensor, factor: float) -> bool:
+        """Begin to copy a gradient, and to sum its squares; False if the parameter is not back."""
+        source = held(grad) if self.link is None else self.link.fetch(grad, place.grad)
+        return self.pipe.arrive(place.number, source, factor)
+
+    def begin(self) -> None:
+        """Begin another pass."""
+        self.wait()
+        self.pipe.begin()
+        if self.link is not None:
+            self.link.begin()
 
     # ---- waits
 
@@ -115,13 +175,18 @@ class Copies:
         _check(self.pipe.settle())
 
     def wait(self, numbers: Iterable[int] | None = None) -> None:
-        """Return when these parameters are back on their device; all of them for None."""
+        """Return when these parameters are back on their device; all of them for None.
+
+        On a CUDA device they are about to be, and the current stream waits for that.
+        """
         if not self._under_way:
             return
         for number in list(self._under_way) if numbers is None else numbers:
             if number in self._under_way:
                 _check(self.pipe.wait(number))
                 self._under_way.discard(number)
+        if self.link is not None:
+            self.link.join()
         if not self._under_way:
             self.settle()
             if self.waits is not None:
@@ -140,19 +205,6 @@ class Copies:
         self.places.remove()
         if self.waits is not None:
             self.waits.remove()
-
-
-def _refuse(param: Tensor) -> None:
-    if param.is_cuda:
-        raise NotImplementedError(
-            "offload() does not copy from CUDA devices so far: its copies and threads are for "
-            "parameters in CPU memory, where they simulate a device"
-        )
-    if is_dtensor(param) or is_fsdp_shard(param):
-        raise NotImplementedError(
-            "offload() does not take parameters that are divided over ranks so far (DTensor, "
-            "FullyShardedDataParallel)"
-        )
 
 
 def _check(state: int) -> None:

@@ -7,18 +7,19 @@ them back.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import devices_of
-from .._torch.optim import dtypes_of, increment_version
+from .._devices import HOST, devices_of, on_device
+from .._torch.optim import dtypes_of, increment_version, is_capturing
 from ..grads.buckets import reducing_model
 from ..grads.hooks import weakly
 from ..grads.owners import offloading, releasing
@@ -29,7 +30,7 @@ from ..optim.request import Rule, StepAnswer, StepRequest
 from ..optim.step import Stepper
 from .early import EarlyUpdates
 from .memory import Copies
-from .places import CHUNK, Place, begins, fits, held, inverse_of, is_dense, mark, strides_of
+from .places import CHUNK, Place, begins, fits, inverse_of, is_dense, mark, strides_of
 from .scaled import Scaled, unscale
 
 
@@ -46,11 +47,14 @@ class HostStepper(Stepper):
         return super().step(plan_step, request) if answer is None else answer
 
     def wait(self) -> None:
-        self._offload.wait()
+        self._offload.wait_for_torch()
 
     def forget(self) -> None:
         self._offload.wait()
         super().forget()
+
+    def loading(self, optimizer: FusedOptimizer) -> contextlib.AbstractContextManager[None]:
+        return self._offload.loading(optimizer)
 
 
 class Offload:
@@ -101,12 +105,12 @@ class Offload:
 
     def bring(self, place: Place, grad: Tensor) -> None:
         """Begin to copy a gradient to the host."""
+        refuse_capture()
         if not self._has_begun:
-            self.wait()
-            self._copies.pipe.begin()
+            self._copies.begin()
             self._has_begun = True
         factor = self._factor
-        if not self._copies.pipe.arrive(place.number, held(grad), factor):
+        if not self._copies.arrive(place, grad, factor):
             raise RuntimeError("a parameter of the step before could not be returned")
         place.seen = (grad, *mark(grad))
         place.factor = None if math.isnan(factor) else factor
@@ -123,13 +127,17 @@ class Offload:
             if grad is None:
                 continue
             if place is None:
+                if self._copies.link is not None:
+                    raise _unfit(param, grad)
                 if measures and not is_dense(grad, strides_of(param)):
                     return False
                 continue
             if grad.dtype in (param.dtype, torch.float32) and grad.dtype != place.grad.dtype:
-                place.make_room(grad.dtype)
+                place.make_room(grad.dtype, self._copies.link)
                 self._copies.tell_threads()
             if not fits(place, param, grad):
+                if self._copies.link is not None:
+                    raise _unfit(param, grad)
                 return False
         if any(place and place.written[1] != param.data_ptr() for param, place in pairs):
             self._copies.tell_threads()
@@ -147,6 +155,7 @@ class Offload:
         """The step; None if it is not for the host, and nothing was done."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        refuse_capture()
         try:
             if self._early is not None:
                 self._early.end(self, optimizer, request)
@@ -164,9 +173,11 @@ class Offload:
     def _step(self, optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer | None:
         self._copies.attach(optimizer)
         found, norm = request.found_inf, None
+        flag = on_device(found, HOST)
+        request = request._replace(grad_scale=on_device(request.grad_scale, HOST), found_inf=flag)
         params = [param for param in params_of(optimizer) if param.grad is not None]
         if found is not None and not request.looks_for_inf:
-            if bool(found != 0.0):
+            if bool(flag != 0.0):
                 self._scaled.unscale_skipped(params, request)
                 return StepAnswer(True, None)
             if request.grad_scale is None:  # the scaler has unscaled them
@@ -190,13 +201,20 @@ class Offload:
         if params:
             only = dict.fromkeys(params)
             self.update(optimizer, optimizer._rules(), request._replace(norm=wanted), only)
+        link = self._copies.link
         if request.write_grads:
             self.wait()
             for param in params:
-                if (place := self._copies.places.of(param)) is not None and param.grad is not None:
+                if (place := self._copies.places.of(param)) is None or param.grad is None:
+                    continue
+                if link is None:
                     param.grad.copy_(place.grad)
+                else:
+                    link.send(place.grad, param.grad)
         if self._copies.waits is None:
             self.wait()
+        if link is not None:  # a script may write gradients, of which copies are under way
+            link.join()
         return StepAnswer(False, norm)
 
     def _measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
@@ -217,8 +235,12 @@ class Offload:
                     place.factor = factor
                 sums.append(place.sums)
         square = _C.fold_squares(torch.cat(sums)) if sums else 0.0
-        is_finite = square < float("inf") or not _C.measure(_C.collect_grads(params), factor)[1]
-        return square**0.5, is_finite
+        if square < float("inf"):
+            return square**0.5, True
+        places = self._copies.places.of_each(params)
+        pairs = zip(params, places, strict=True)
+        grads = [param.grad if place is None else place.grad for param, place in pairs]
+        return square**0.5, not _C.measure([one for one in grads if one is not None], factor)[1]
 
     def update(
         self,
@@ -229,11 +251,15 @@ class Offload:
     ) -> None:
         """Allow the update of these, and update others where they lie."""
         begun: list[Tensor] = []
+        if self._copies.link is not None:
+            self._copies.link.follow()
         known, pairs, groups = self._inner.state, [], []
         try:
             for group, rule in zip(optimizer.param_groups, rules, strict=True):
                 for param in group["params"]:
                     place = self._copies.places.of(param)
+                    if place is not None and param in only:
+                        self._copies.refresh(param, place)
                     if begins(optimizer, group, rule, param, place, param in only):
                         begun.append(param)
                 hosts = [self._on_host(param, param in only) for param in group["params"]]
@@ -292,15 +318,31 @@ class Offload:
         place = self._copies.places.of(param)
         if place is None:
             return param
-        if is_updated and place.written != mark(param):  # by a script, since it was returned
-            place.values.copy_(param.detach())
-            place.written = mark(param)
         place.values.grad = place.grad if is_updated else None
         return place.values
 
     def wait(self) -> None:
         """Return when all parameters are back on their device."""
         self._copies.wait()
+
+    def wait_for_torch(self) -> None:
+        """Return when torch's operators can make the step, and raise if they cannot."""
+        self.wait()
+        if self._copies.link is not None:
+            raise NotImplementedError(
+                "torch's operators cannot make the step of CUDA parameters that are offloaded so "
+                "far (a TorchDispatchMode, a step with code of the script, `differentiable`)"
+            )
+
+    @contextlib.contextmanager
+    def loading(self, optimizer: FusedOptimizer) -> Iterator[None]:
+        """Inside, CUDA parameters are their copies, so that states are loaded to the host."""
+        pairs = list(self._copies.places) if self._copies.link is not None else []
+        _exchange(optimizer, {param: place.values for param, place in pairs})
+        try:
+            yield
+        finally:
+            _exchange(optimizer, {place.values: param for param, place in pairs})
 
     def _wait_before(self, *_: Any) -> None:
         self.wait()
@@ -318,7 +360,36 @@ class Offload:
                 state = optimizer.state.get(param, {})
                 for key, room in place.rooms.items():
                     if state.get(key) is room:
-                        state[key] = room.clone()
+                        state[key] = room.to(param.device, copy=True)
         self._copies.remove()
         for handle in self._handles:
             handle.remove()
+
+
+def refuse_capture() -> None:
+    """Raise while a CUDA graph is captured, which would not wait for the host."""
+    if is_capturing():
+        raise RuntimeError(
+            "an optimizer that is offloaded cannot be captured into a CUDA graph: the host updates "
+            "its parameters. Capture the model's forward and backward of other parameters only"
+        )
+
+
+def _unfit(param: Tensor, grad: Tensor) -> NotImplementedError:
+    """The error of a gradient that cannot be copied."""
+    return NotImplementedError(
+        f"offload() cannot copy a gradient of {grad.dtype}, {grad.layout} and shape "
+        f"{tuple(grad.shape)} on {grad.device}, of a parameter of {param.dtype}, shape "
+        f"{tuple(param.shape)} and strides {param.stride()}: it takes dense gradients of the "
+        "parameter's type or float32, and parameters that require one when they are offloaded or "
+        "at a step; nothing was updated"
+    )
+
+
+def _exchange(optimizer: FusedOptimizer, others: dict[Tensor, Tensor]) -> None:
+    """Let parameters with their states be other tensors."""
+    for group in optimizer.param_groups if others else ():
+        group["params"] = [others.get(param, param) for param in group["params"]]
+    if others:
+        states = {others.get(param, param): state for param, state in optimizer.state.items()}
+        optimizer.state = defaultdict(dict, states)

@@ -13,9 +13,11 @@ from .._torch.held import NotHeld, hold
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule
+from .link import Link
 from .slab import Slab, bytes_of
 
 CHUNK = 16384  # elements of which the norm has a sum: FSTCHUNK
+KINDS: tuple[type, ...] = (Tensor, Parameter)
 
 
 class Place:
@@ -64,24 +66,26 @@ class Place:
         self.arrived = now
         return self.arrivals >= self.wanted
 
-    def make_room(self, dtype: torch.dtype) -> None:
+    def make_room(self, dtype: torch.dtype, link: Link | None) -> None:
         """Let gradients be of another type from now on."""
         if dtype != self.grad.dtype:
             like = like_of(self.values, dtype)
-            self.grad = Slab(bytes_of([like])).take(like)
+            self.grad = Slab(bytes_of([like]), link).take(like)
             self.values.grad = None
             self.values.grad_dtype = dtype
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Move a parameter's states into their rooms."""
+        """Move a parameter's states into their rooms, and counters to the host."""
         if state is self.state:
             return
-        for key, room in self.rooms.items():
-            value = state.get(key)
+        for key, value in state.items():
+            room = self.rooms.get(key)
             if not isinstance(value, Tensor) or value is room:
                 continue
-            if (value.dtype, value.shape) == (room.dtype, room.shape):
+            if room is not None and (value.dtype, value.shape) == (room.dtype, room.shape):
                 state[key] = room.copy_(value)
+            elif value.is_cuda:
+                state[key] = value.cpu()
         self.state = state
 
 
@@ -124,9 +128,13 @@ def strides_of(param: Tensor) -> tuple[int, ...]:
 
 def is_dense(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     """True for a plain tensor whose elements lie one after another, in this order."""
-    is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
-    is_plain = is_plain and tensor.is_cpu and not tensor.is_neg() and tensor.stride() == strides
+    is_plain = _is_plain(tensor) and not tensor.is_neg() and tensor.stride() == strides
     return is_plain and (tensor.data_ptr() != 0 or not tensor.numel())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_strided = type(tensor) in KINDS and tensor.layout == torch.strided
+    return is_strided and (tensor.is_cpu or tensor.is_cuda)
 
 
 def is_able(param: Tensor) -> bool:
@@ -135,9 +143,10 @@ def is_able(param: Tensor) -> bool:
 
 
 def fits(place: Place, param: Tensor, grad: Tensor) -> bool:
-    """True for a gradient that can be copied as a whole."""
+    """True for a gradient that can be copied as a whole; one on a device is brought into order."""
     strides, values = place.values.stride(), place.values
-    alike = is_dense(grad, strides) and is_dense(param, strides) and param.dtype == values.dtype
+    alike = _is_plain(grad) if grad.is_cuda else is_dense(grad, strides)
+    alike = alike and is_dense(param, strides) and param.dtype == values.dtype
     return alike and (grad.dtype, grad.shape) == (place.grad.dtype, place.grad.shape)
 
 
@@ -158,23 +167,31 @@ def begins(
     is_first = is_updated and not state and not optimizer._zeros_differ(group)
     is_first = is_first and bool(keys_for(rule, param))
     if is_first:
-        begin_state(optimizer, group, rule, param)
-        state = optimizer.state[param]
+        where = param if place is None else place.values
+        optimizer.state[param] = state = _new_states(optimizer, group, rule, where)
     if state is not None and place is not None:
         place.adopt(state)
     return is_first
+
+
+def _new_states(
+    optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, where: Tensor
+) -> dict[str, Any]:
+    """States of a tensor."""
+    inner = object.__new__(type(optimizer))
+    vars(inner).update(vars(optimizer))
+    inner.state = defaultdict(dict)
+    begin_state(inner, group, rule, where)
+    return inner.state[where]
 
 
 def states_like(
     optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, param: Tensor
 ) -> dict[str, Tensor]:
     """States of a parameter without memory, but for its counters."""
-    like, inner = like_of(param, param.dtype), object.__new__(type(optimizer))
-    vars(inner).update(vars(optimizer))
-    inner.state = defaultdict(dict)
-    begin_state(inner, group, rule, like)
     numbers = ("step", *optimizer._numbers)
-    states = {key: one for key, one in inner.state[like].items() if key not in numbers}
+    made = _new_states(optimizer, group, rule, like_of(param, param.dtype))
+    states = {key: one for key, one in made.items() if key not in numbers}
     for key, one in optimizer.state.get(param, {}).items():
         if key in states and isinstance(one, Tensor) and one.shape == states[key].shape:
             states[key] = torch.empty_like(states[key], dtype=one.dtype)

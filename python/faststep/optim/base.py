@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -370,10 +371,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         Raises:
             ValueError: torch's errors; a state in codes lacks its scales or does not fit them.
         """
-        if self._made_from is not None:  # a state of that name is the script's
-            super().load_state_dict(state_dict)
-            return
-        with loading_states(self, self):
+        made = self._made_from is not None  # a state of that name is the script's
+        stepper = Stepper() if self._stepper is None else self._stepper
+        with stepper.loading(self), nullcontext() if made else loading_states(self, self):
             super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

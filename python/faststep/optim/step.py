@@ -9,6 +9,7 @@ which each rank has a part: then the ranks have to agree.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,10 @@ class Stepper:
 
     def wait(self) -> None:
         """Return when the parameters of the last step are there."""
+
+    def loading(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        """What the optimizer's load_state_dict() runs in."""
+        return contextlib.nullcontext()
 
     def divide(self) -> None:
         """Agree with other ranks from now on, also without DTensors."""
