@@ -108,7 +108,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def like_of(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(param, dtype=dtype, device="meta")
+    return torch.empty_strided(param.size(), strides_of(param), dtype=dtype, device="meta")
 
 
 def inverse_of(scale: Tensor | None) -> float:

@@ -29,6 +29,7 @@ class _Locked(mmap.mmap):
     """
 
     def __new__(cls, size: int, link: Link) -> _Locked:
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self = super().__new__(cls, -1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self.madvise(mmap.MADV_HUGEPAGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
