@@ -245,7 +245,12 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Late:
             return self
         if not self.is_cuda:
             return copy(self, source, non_blocking)
-        late.upload(self, source)
+        if source.is_cuda and self.stride() != source.stride():
+            copy(fake.plain(self), fake.plain(source))  # at once
+        elif source.is_cuda:
+            late.copy_from(source, self)
+        else:
+            late.upload(self, source)
         return self
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import faststep
-from faststep.amp import GradScaler
 from faststep.offloading import places
 from offload.common import assert_same, bits
 
@@ -32,6 +31,9 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape, generator=source) * 0.1).to(dtype)
 
 
+SOURCES: list[Tensor] = []  # that the device may still read
+
+
 class Twins:
     """Parameters on the late device that are offloaded, and the same in CPU memory."""
 
@@ -44,7 +46,7 @@ class Twins:
         **options: Any,
     ) -> None:
         self.device, self.dtype = device, dtype
-        self.sources: list[Tensor] = []
+        self.sources = SOURCES
         self.cpu = [nn.Parameter(values(shape, i, dtype)) for i, shape in enumerate(SHAPES)]
         self.cuda = [nn.Parameter(self.new(p.detach(), late=False)) for p in self.cpu]
         self.a, self.b = (kind(ps, lr=0.01, **options) for ps in (self.cpu, self.cuda))
@@ -111,6 +113,7 @@ def world(device: late.Late) -> Iterator[late.Late]:
     """The device; nothing of the offload may be left."""
     yield device
     device.machine.synchronize()
+    SOURCES.clear()
     gc.collect()
 
 
@@ -125,3 +128,344 @@ def test_bits(world: late.Late, stored: str, max_norm: float | None) -> None:
         twins.b.step()
         twins.assert_same()
         twins.b.zero_grad()
+
+
+def test_the_host_does_not_wait_in_hooks(world: late.Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for the device in a step: parameters are read behind steps in the order of streams."""
+    twins = Twins(world, max_grad_norm=0.5)
+    found, expected = [], []
+    for step in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(fake, "waiting_is_an_error", True)
+            twins.backward(step)
+            old = [world.read(param) for param in twins.cuda]
+            twins.b.step()
+        found += old + [world.read(param) for param in twins.cuda]
+        expected += [p.detach().clone() for p in twins.cpu]
+        twins.a.step()
+        expected += [p.detach().clone() for p in twins.cpu]
+        twins.b.zero_grad()
+    world.default.synchronize()
+    assert_same(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("lag", [0, 3, 10_000])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_updates_in_backward(world: late.Late, lag: int, max_norm: float | None) -> None:
+    """The memory of a gradient is used again at once."""
+    world.machine.lag(lag)
+    twins = Twins(world, how={"in_backward": True}, max_grad_norm=max_norm)
+    for step in range(3):
+        twins.backward(step)
+        assert max_norm is not None or all(param.grad is None for param in twins.cuda)
+        if max_norm is None:
+            others = [twins.new(torch.full_like(p.detach(), 1e30)) for p in twins.cpu]
+        twins.a.step()
+        twins.b.step()
+        twins.assert_same()
+        twins.b.zero_grad()
+    assert max_norm is not None or len(others) == len(SHAPES)
+
+
+class Layers(nn.Module):
+    """A module for each parameter."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Identity() for _ in params)
+        for layer, param in zip(self.layers, params, strict=True):
+            layer.weight = param
+
+
+def test_modules_wait_for_their_own(world: late.Late) -> None:
+    twins = Twins(world, max_grad_norm=0.5)
+    twins.handle.remove()
+    model = Layers(twins.cuda)
+    twins.handle = faststep.offload(twins.b, model=model, threads=1)
+    for step in range(3):
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        for param, grad in zip(twins.cuda, twins.grads(99), strict=True):
+            twins.write(param.grad, grad)  # behind the copies
+        found = []
+        for layer in model.layers:
+            layer(torch.ones(1))
+            found.append(world.read(layer.weight))
+        world.default.synchronize()
+        assert_same(bits(found), bits([p.detach() for p in twins.cpu]))
+        twins.assert_same()
+
+
+def replaced(twins: Twins) -> None:
+    twins.cuda[0].grad = twins.new(twins.grads(7)[0])
+
+
+def dropped(twins: Twins) -> None:
+    twins.cuda[0].grad = None
+    twins.new(twins.grads(7)[0])
+
+
+def written(twins: Twins) -> None:
+    twins.write(twins.cuda[0].grad, twins.grads(7)[0])
+
+
+def accumulated(twins: Twins) -> None:
+    written(twins)
+    twins.arrive(0)
+
+
+def turned(twins: Twins) -> None:
+    """Another order of elements."""
+    grad = twins.new(twins.grads(7)[0].t().contiguous(), late=False)
+    twins.cuda[0].grad = grad.t()
+
+
+def exchanged(twins: Twins) -> None:
+    twins.cuda[0].data = twins.new(twins.cpu[0].detach() * 2)
+    twins.cpu[0].data = twins.cpu[0].data * 2
+    twins.cpu[0].grad = twins.grads(0)[0]
+    twins.arrive(0, twins.grads(0)[0])
+
+
+def param_written(twins: Twins) -> None:
+    with torch.no_grad():
+        twins.write(twins.cuda[0], twins.cpu[0].detach() * 2)
+        twins.cpu[0].mul_(2)
+
+
+@pytest.mark.parametrize(
+    "act", [replaced, dropped, written, accumulated, turned, exchanged, param_written]
+)
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_scripts_that_change_what_is_copied(
+    world: late.Late, act: Callable[[Twins], None], max_norm: float | None
+) -> None:
+    twins = Twins(world, max_grad_norm=max_norm)
+    for step in range(3):
+        twins.backward(step)
+        if step == 1:
+            act(twins)
+            if act is dropped:
+                twins.cpu[0].grad = None
+            elif act not in (exchanged, param_written):
+                twins.cpu[0].grad = twins.grads(7)[0]
+        twins.a.step()
+        twins.b.step()
+        twins.assert_same()
+        twins.b.zero_grad()
+
+
+def test_a_backward_that_raised(world: late.Late) -> None:
+    """Some of its gradients have arrived, and the next ones add to them or replace them."""
+    twins = Twins(world, max_grad_norm=0.5)
+    for index, grad in enumerate(twins.grads(5)[:2]):
+        twins.arrive(index, grad)
+    twins.b.zero_grad()
+    for step in range(2):
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("stored", ["fp32", "few bits"])
+def test_the_scaler(world: late.Late, limit: float | None, stored: str) -> None:
+    """An infinity is found in the host's copies, and the scale shrinks."""
+    dtype, options = FORMATS[stored]
+    twins = Twins(world, dtype, max_grad_norm=limit, **options)
+    scalers = scaler_on(None, init_scale=512.0), scaler_on(0, init_scale=512.0)
+    for step in range(4):
+        twins.backward(step, 512.0)
+        if step == 1:
+            grad = twins.grads(step, 512.0)[3]
+            grad[2, 5] = float("inf")
+            twins.cpu[3].grad = grad.clone()
+            twins.arrive(3, grad)
+        for scaler, optimizer in zip(scalers, (twins.a, twins.b), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == (256.0 if step else 512.0)
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("scale", [512.0, 1000.0])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_torchs_scaler(world: late.Late, scale: float, unscales: bool) -> None:
+    world.machine.lag(0)  # torch's operators run at once
+    twins = Twins(world, torch.bfloat16, max_grad_norm=0.5)
+    scalers = [torch.amp.GradScaler("cpu", scale) for _ in range(2)]
+    scalers[0].scale(torch.ones(()))
+    scalers[1]._lazy_init_scale_growth_tracker(torch.device("cuda", 0))
+    for step in range(3):
+        twins.backward(step, scale)
+        if step == 1:
+            for one in (twins.cpu[0], twins.cuda[0]):
+                grad = torch.full_like(fake.plain(one), float("nan"))
+                one.grad = twins.new(grad) if one.is_cuda else grad
+        for scaler, optimizer in zip(scalers, (twins.a, twins.b), strict=True):
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same(bits(twins.found()), bits([p.detach() for p in twins.cpu]))
+
+
+def test_gradients_are_written_back(world: late.Late) -> None:
+    twins = Twins(world, max_grad_norm=0.1, keep_grads=True)
+    for step in range(2):
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        read = [world.read(param.grad) for param in twins.cuda]
+        twins.assert_same()
+        assert_same(bits(read), bits([param.grad for param in twins.cpu]))
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_checkpoints(world: late.Late, stored: str, tmp_path: Any) -> None:
+    """Of a run without offload, and for one."""
+    dtype, options = FORMATS[stored]
+    twins = Twins(world, dtype, **options)
+    for grad, param in zip(twins.grads(0), twins.cpu, strict=True):
+        param.grad = grad
+    twins.a.step()
+    for param, other in zip(twins.cuda, twins.cpu, strict=True):
+        param.data = twins.new(other.detach(), late=False)
+    torch.save(twins.a.state_dict(), tmp_path / "states")
+    twins.b.load_state_dict(torch.load(tmp_path / "states"))
+    assert [*map(id, twins.b.param_groups[0]["params"])] == [*map(id, twins.cuda)]
+    for step in (1, 2):
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        twins.assert_same()
+        assert_same(bits(twins.b.state_dict()), bits(twins.a.state_dict()))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        twins.b.load_state_dict({"state": {}, "param_groups": []})
+    torch.save(twins.b.state_dict(), tmp_path / "states")
+    twins.handle.remove()
+    assert all(
+        value.is_cuda
+        for state in twins.b.state.values()
+        for key, value in state.items()
+        if key != "step"
+    )
+    twins.backward(3)
+    twins.a.step()
+    world.machine.lag(0)
+    twins.b.step()
+    assert_same(bits(twins.found()), bits([p.detach() for p in twins.cpu]))
+
+
+def test_later_parameters(world: late.Late) -> None:
+    """A group that is added, and gradients that become float32."""
+    twins = Twins(world, torch.bfloat16)
+    twins.backward(0)
+    twins.a.step()
+    twins.b.step()
+    twins.cpu.append(nn.Parameter(values((50, 50), 77, torch.bfloat16)))
+    twins.cuda.append(nn.Parameter(twins.new(twins.cpu[-1].detach(), late=False)))
+    for optimizer, params in ((twins.a, twins.cpu), (twins.b, twins.cuda)):
+        optimizer.add_param_group({"params": params[-1:], "lr": 0.1})
+    for param in (twins.cpu[0], twins.cuda[0]):
+        param.grad = None
+        param.grad_dtype = torch.float32
+    for step in (1, 2):
+        for index, grad in enumerate(twins.grads(step)):
+            grad = grad.float() if index == 0 else grad
+            twins.cpu[index].grad = grad.clone()
+            twins.arrive(index, grad)
+        twins.a.step()
+        twins.b.step()
+        twins.assert_same()
+
+
+def test_a_copy_that_fails(world: late.Late) -> None:
+    for entry, text in (
+        ("cuEventSynchronize", "nothing was updated"),
+        ("cuMemcpyHtoDAsync_v2", "some parameters were updated"),
+    ):
+        twins = Twins(world, max_grad_norm=0.5)
+        grads = [twins.new(grad) for grad in twins.grads(0)]
+        world.machine.fail(entry, 1, 719)
+        for index, (param, grad) in enumerate(zip(twins.cuda, grads, strict=True)):
+            param.grad = grad
+            twins.arrive(index)
+        with pytest.raises(RuntimeError, match=f"{text}|did not reach the host"):
+            twins.b.step()
+
+
+def test_memory_that_cannot_be_locked(world: late.Late) -> None:
+    world.machine.fail("cuMemHostRegister_v2", 1, 2)
+    with pytest.raises(RuntimeError, match="cannot page-lock"):
+        Twins(world)
+
+
+def test_a_captured_graph_is_refused(world: late.Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(world, capturable=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        twins.backward(0)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        twins.b.step()
+
+
+def test_parameters_that_are_refused(world: late.Late) -> None:
+    def refused(params: list[Tensor], text: str, **options: Any) -> None:
+        optimizer = faststep.optim.AdamW(params)
+        with pytest.raises(NotImplementedError, match=text):
+            faststep.offload(optimizer, **options)
+        assert optimizer._stepper is None
+
+    def made(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="cuda")
+
+    refused([nn.Parameter(made(3))], "no fraction", fraction=0.5)
+    refused([nn.Parameter(made(3)), nn.Parameter(torch.ones(3))], "one device")
+    refused([nn.Parameter(made(6, 4)[:, ::2])], r"without gaps, not one of shape \(6, 2\)")
+    refused([nn.Parameter(made(0, 3))], "with elements")
+
+
+def test_gradients_that_are_refused(world: late.Late) -> None:
+    twins = Twins(world)
+    twins.backward(0)
+    frozen = nn.Parameter(twins.new(torch.ones(3)), requires_grad=False)
+    frozen.grad = twins.new(torch.ones(3))
+    twins.b.add_param_group({"params": [frozen]})
+    with pytest.raises(NotImplementedError, match="cannot copy a gradient of torch"):
+        twins.b.step()
+    frozen.grad = None
+    twins.backward(0)
+    twins.a.step()
+    twins.b.step()
+    assert_same(bits(twins.found()[:4]), bits([p.detach() for p in twins.cpu]))
+
+
+def test_torchs_operators_are_refused(world: late.Late) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    twins = Twins(world)
+    twins.backward(0)
+    with Watch(), pytest.raises(NotImplementedError, match="torch's operators cannot"):
+        twins.b.step()
+
+
+def test_objects_that_go_while_copies_are_under_way(world: late.Late) -> None:
+    twins = Twins(world)
+    twins.backward(0)
+    twins.b.step()
+    del twins
+    gc.collect()
+    again = Twins(world)
+    again.backward(0)
+    again.cuda.clear()
+    del again.b, again.handle
+    gc.collect()
+    world.machine.synchronize()

@@ -158,8 +158,8 @@ static void *memory_of(fst_module *module, offload_object *self, Py_ssize_t inde
         PyErr_Format(PyExc_TypeError, "the gradient %s", problem.detail);
         return NULL;
     }
-    if (view.dtype != host.dtype || fst_view_count(&view) != fst_view_count(&host) ||
-        !view.data || !fst_offload_has_no_gaps(&view)) {
+    if (view.dtype != host.dtype || fst_view_count(&view) != fst_view_count(&host) || !view.data ||
+        !fst_offload_has_no_gaps(&view)) {
         PyErr_SetString(PyExc_TypeError, "the gradient does not fit its copy");
         return NULL;
     }

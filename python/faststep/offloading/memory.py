@@ -98,7 +98,7 @@ class Copies:
         self.wait()
         params = []
         for number, (param, place) in enumerate(self.places):
-            place.number, place.seen = number, None
+            place.number, place.seen, place.told = number, None, param.data_ptr()
             copies = (place.values, place.grad, place.sums, *place.rooms.values())
             if self.link is not None:
                 there = param.detach()

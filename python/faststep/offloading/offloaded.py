@@ -139,7 +139,7 @@ class Offload:
                 if self._copies.link is not None:
                     raise _unfit(param, grad)
                 return False
-        if any(place and place.written[1] != param.data_ptr() for param, place in pairs):
+        if any(place and place.told != param.data_ptr() for param, place in pairs):
             self._copies.tell_threads()
         for param, place in pairs:
             if place is not None and param.grad is not None:
@@ -283,7 +283,16 @@ class Offload:
             for param in begun:
                 del optimizer.state[param]
             raise
-        updated = []
+        self._note_updates(optimizer, pairs, only)
+
+    def _note_updates(
+        self,
+        optimizer: FusedOptimizer,
+        pairs: list[tuple[Tensor, Tensor]],
+        only: dict[Tensor, None],
+    ) -> None:
+        """Note whose update was allowed, and take states that the step has made."""
+        known, updated = self._inner.state, []
         are_kept = True  # the states whose update may be under way
         for param in only:
             place = self._copies.places.of(param)
@@ -338,6 +347,8 @@ class Offload:
     def loading(self, optimizer: FusedOptimizer) -> Iterator[None]:
         """Inside, CUDA parameters are their copies, so that states are loaded to the host."""
         pairs = list(self._copies.places) if self._copies.link is not None else []
+        for param, place in pairs:
+            self._copies.refresh(param, place)
         _exchange(optimizer, {param: place.values for param, place in pairs})
         try:
             yield

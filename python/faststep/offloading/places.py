@@ -32,6 +32,7 @@ class Place:
         seen: the gradient that was copied, with its version and address; None: none since the step.
         factor: what `sums` are multiplied by; None: they are not those of `seen`.
         written: the parameter's version and address when `values` was the same.
+        told: its address, for the threads.
         arrivals, wanted: how often the gradient was accumulated; how often before the last step.
         arrived: its version and address at the last of these.
     """
@@ -47,6 +48,7 @@ class Place:
         self.seen: tuple[Tensor, int, int] | None = None
         self.factor: float | None = None
         self.written = (-1, 0)
+        self.told = 0
         self.arrivals, self.wanted = 0, 1
         self.arrived = (-1, 0)
 
@@ -178,11 +180,12 @@ def _new_states(
     optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, where: Tensor
 ) -> dict[str, Any]:
     """States of a tensor."""
-    inner = object.__new__(type(optimizer))
+    inner: Any = object.__new__(type(optimizer))
     vars(inner).update(vars(optimizer))
     inner.state = defaultdict(dict)
     begin_state(inner, group, rule, where)
-    return inner.state[where]
+    made: dict[str, Any] = inner.state[where]
+    return made
 
 
 def states_like(

@@ -50,6 +50,8 @@ class Scaled(AskedToUnscale):
 def unscale(params: list[Tensor], request: StepRequest) -> None:
     """Unscale gradients in place."""
     if params and params[0].is_cuda:
-        torch._foreach_mul_(_C.collect_grads(params), inverse_of(request.grad_scale))
+        inverse = inverse_of(request.grad_scale)
+        for grad in _C.collect_grads(params):
+            grad.mul_(inverse)
         return
     increment_version(_C.unscale_grads(params, inverse_of(request.grad_scale), True)[2])

@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,17 @@ class _Locked(mmap.mmap):
     one, while the device has the old pages.
     """
 
+    _address: int
+    _link: Link
+    _owner: int  # the process in which it is page-locked
+
     def __new__(cls, size: int, link: Link) -> _Locked:
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self = super().__new__(cls, -1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self.madvise(mmap.MADV_HUGEPAGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         self._link, self._owner = link, 0
-        code = int(torch.cuda.cudart().cudaHostRegister(self._address, size, 1))
+        code = int(_cudart().cudaHostRegister(self._address, size, 1))
         if code:
             raise RuntimeError(
                 f"offload() cannot page-lock {size} bytes of host memory (CUDA error {code}): "
@@ -46,7 +51,11 @@ class _Locked(mmap.mmap):
     def __del__(self) -> None:
         if self._owner == os.getpid() and not sys.is_finalizing():
             self._link.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            _cudart().cudaHostUnregister(self._address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class Slab:
