@@ -335,7 +335,8 @@ def test_checkpoints(world: late.Late, stored: str, tmp_path: Any) -> None:
     for param, other in zip(twins.cuda, twins.cpu, strict=True):
         param.data = twins.new(other.detach(), late=False)
     torch.save(twins.a.state_dict(), tmp_path / "states")
-    twins.b.load_state_dict(torch.load(tmp_path / "states"))
+    for optimizer in (twins.a, twins.b):
+        optimizer.load_state_dict(torch.load(tmp_path / "states"))
     assert [*map(id, twins.b.param_groups[0]["params"])] == [*map(id, twins.cuda)]
     for step in (1, 2):
         twins.backward(step)
@@ -455,6 +456,28 @@ def test_torchs_operators_are_refused(world: late.Late) -> None:
     twins.backward(0)
     with Watch(), pytest.raises(NotImplementedError, match="torch's operators cannot"):
         twins.b.step()
+
+
+def test_a_copied_optimizer_is_not_offloaded(world: late.Late) -> None:
+    """Its states stay on the host; those of a state dict do not."""
+    twins = Twins(world)
+    twins.backward(0)
+    twins.a.step()
+    twins.b.step()
+    twins.found()
+    copied, state = object.__new__(type(twins.b)), twins.b.__getstate__()
+    own = {param: {**states} for param, states in twins.b.state.items()}
+    copied.__setstate__({**state, "state": own})
+    again = faststep.optim.AdamW(twins.cuda, lr=0.01)
+    again.load_state_dict(twins.b.state_dict())
+    twins.handle.remove()
+    world.machine.lag(0)
+    twins.backward(1)
+    with pytest.raises(TypeError, match="exp_avg.* cuda:0"):
+        copied.step()
+    twins.a.step()
+    again.step()
+    assert_same(bits(twins.found()), bits([p.detach() for p in twins.cpu]))
 
 
 def test_objects_that_go_while_copies_are_under_way(world: late.Late) -> None:

@@ -47,14 +47,17 @@ class HostStepper(Stepper):
         return super().step(plan_step, request) if answer is None else answer
 
     def wait(self) -> None:
-        self._offload.wait_for_torch()
+        self._offload.wait()
+
+    def leave_to_torch(self) -> None:
+        self._offload.leave_to_torch()
 
     def forget(self) -> None:
         self._offload.wait()
         super().forget()
 
-    def loading(self, optimizer: FusedOptimizer) -> contextlib.AbstractContextManager[None]:
-        return self._offload.loading(optimizer)
+    def on_host(self, optimizer: FusedOptimizer) -> contextlib.AbstractContextManager[None]:
+        return self._offload.on_host(optimizer)
 
 
 class Offload:
@@ -74,13 +77,7 @@ class Offload:
         self._is_reduced: bool | None = None  # by a DistributedDataParallel; None: not known
         self._has_begun = False  # a gradient was copied since the step
         self._early = EarlyUpdates() if in_backward else None
-        waits = weakly(self._wait_before)
-        self._handles: list[Any] = [
-            optimizer.register_state_dict_pre_hook(waits),
-            optimizer.register_load_state_dict_pre_hook(waits),
-        ]
         self._scaled = Scaled(optimizer)
-        self._handles.append(self._scaled)
         if in_backward:
             releasing.set(optimizer, self)
         optimizer._stepper = HostStepper(self, params_of(optimizer))
@@ -334,7 +331,7 @@ class Offload:
         """Return when all parameters are back on their device."""
         self._copies.wait()
 
-    def wait_for_torch(self) -> None:
+    def leave_to_torch(self) -> None:
         """Return when torch's operators can make the step, and raise if they cannot."""
         self.wait()
         if self._copies.link is not None:
@@ -344,8 +341,9 @@ class Offload:
             )
 
     @contextlib.contextmanager
-    def loading(self, optimizer: FusedOptimizer) -> Iterator[None]:
-        """Inside, CUDA parameters are their copies, so that states are loaded to the host."""
+    def on_host(self, optimizer: FusedOptimizer) -> Iterator[None]:
+        """Inside, CUDA parameters are their copies, which are on the host as their states are."""
+        self.wait()
         pairs = list(self._copies.places) if self._copies.link is not None else []
         for param, place in pairs:
             self._copies.refresh(param, place)
@@ -354,9 +352,6 @@ class Offload:
             yield
         finally:
             _exchange(optimizer, {place.values: param for param, place in pairs})
-
-    def _wait_before(self, *_: Any) -> None:
-        self.wait()
 
     def remove(self) -> None:
         """Undo the offload: the optimizer steps on the device, with states of their own memory."""
@@ -373,8 +368,7 @@ class Offload:
                     if state.get(key) is room:
                         state[key] = room.to(param.device, copy=True)
         self._copies.remove()
-        for handle in self._handles:
-            handle.remove()
+        self._scaled.remove()
 
 
 def refuse_capture() -> None:

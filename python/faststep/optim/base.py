@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -356,9 +356,10 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         torch keeps counters in CPU memory unless a group is `fused` or `capturable` or the class is
         ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
         """
-        complete_states(self)
-        state_dict = super().state_dict()
-        show_as_torch(self, state_dict, native)
+        with self._states_on_host():
+            complete_states(self)
+            state_dict = super().state_dict()
+            show_as_torch(self, state_dict, native)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -372,9 +373,12 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             ValueError: torch's errors; a state in codes lacks its scales or does not fit them.
         """
         made = self._made_from is not None  # a state of that name is the script's
-        stepper = Stepper() if self._stepper is None else self._stepper
-        with stepper.loading(self), nullcontext() if made else loading_states(self, self):
+        with self._states_on_host(), nullcontext() if made else loading_states(self, self):
             super().load_state_dict(state_dict)
+
+    def _states_on_host(self) -> AbstractContextManager[None]:
+        """Inside, parameters are where their states are, if `faststep.offload` has these."""
+        return nullcontext() if self._stepper is None else self._stepper.on_host(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -382,6 +386,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._stepper is not None:
+            self._stepper.wait()
         state: dict[str, Any] = super().__getstate__()
         return {
             **state,

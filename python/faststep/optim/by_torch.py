@@ -48,7 +48,7 @@ def leave_to_torch(group: dict[str, Any], devices: tuple[int, ...]) -> None:
 def step_by_torch(optimizer: Steppable, request: StepRequest) -> StepAnswer:
     """Make the step; autograd records it where it records torch's."""
     if optimizer._stepper is not None:
-        optimizer._stepper.wait()
+        optimizer._stepper.leave_to_torch()
     with torch.set_grad_enabled(bool(optimizer.defaults.get("differentiable"))):
         return _step(optimizer, request)
 

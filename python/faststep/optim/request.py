@@ -166,11 +166,11 @@ def formula(rule: str, *state_keys: str) -> Formula:
     return Formula(number, places, state_keys, "step" in state_keys)
 
 
-class Waiting(Protocol):
+class Leaving(Protocol):
     """A stepper, as far as torch's operators care."""
 
-    def wait(self) -> None:
-        """Return when the parameters of the last step are there."""
+    def leave_to_torch(self) -> None:
+        """Let torch's operators make a step, or raise."""
 
 
 class Steppable(Protocol):
@@ -190,7 +190,7 @@ class Steppable(Protocol):
     _counts_on_device: ClassVar[bool]
 
     @property
-    def _stepper(self) -> Waiting | None: ...
+    def _stepper(self) -> Leaving | None: ...
     @property
     def _zeros(self) -> Zeros: ...
     def _rules(self) -> list[Rule]: ...

@@ -58,10 +58,13 @@ class Stepper:
         self._divided = None
 
     def wait(self) -> None:
-        """Return when the parameters of the last step are there."""
+        """Return when the last step has updated all states."""
 
-    def loading(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """What the optimizer's load_state_dict() runs in."""
+    def leave_to_torch(self) -> None:
+        """Let torch's operators make a step, or raise."""
+
+    def on_host(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        """What saving and loading the optimizer's states runs in."""
         return contextlib.nullcontext()
 
     def divide(self) -> None:
