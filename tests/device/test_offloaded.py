@@ -473,22 +473,73 @@ def test_a_copied_optimizer_is_not_offloaded(world: late.Late) -> None:
     twins.handle.remove()
     world.machine.lag(0)
     twins.backward(1)
-    with pytest.raises(TypeError, match="exp_avg.* cuda:0"):
+    with pytest.raises(RuntimeError, match="is on cpu, not on cuda:0"):
         copied.step()
     twins.a.step()
     again.step()
     assert_same(bits(twins.found()), bits([p.detach() for p in twins.cpu]))
 
 
-def test_objects_that_go_while_copies_are_under_way(world: late.Late) -> None:
+def test_gradients_that_are_written_behind_a_step(world: late.Late) -> None:
+    """Their copies are under way: a thread has not come to them."""
     twins = Twins(world)
+    twins.handle.remove()
+    twins.handle = faststep.offload(twins.b, model=Layers(twins.cuda), threads=1)
+    for step in range(2):
+        twins.handle._copies.pipe.pace(5e5, 0.0)
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        for param, grad in zip(twins.cuda, twins.grads(99), strict=True):
+            twins.write(param.grad, grad)
+        world.default.synchronize()
+        twins.handle.wait()
+        twins.assert_same()
+
+
+def test_steps_on_several_streams(world: late.Late) -> None:
+    """As the script orders them."""
+    twins = Twins(world)
+    found, expected = [], []
+    first, second = late.Stream(world), late.Stream(world)
+    for step, stream in enumerate((first, second, first)):
+        stream.wait_stream(second if stream is first else first)
+        with world.use(stream):
+            twins.backward(step)
+            twins.a.step()
+            twins.b.step()
+            found += [world.read(param) for param in twins.cuda]
+        expected += [p.detach().clone() for p in twins.cpu]
+    first.synchronize()
+    assert_same(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_objects_that_go_while_copies_are_under_way(world: late.Late, has_model: bool) -> None:
+    """Memory of parameters is used again, and that of the host is freed."""
+    twins = Twins(world)
+    if has_model:
+        twins.handle.remove()
+        twins.handle = faststep.offload(twins.b, model=Layers(twins.cuda), threads=1)
+        twins.handle._copies.pipe.pace(0.0, 2e6)
     twins.backward(0)
     twins.b.step()
+    elements = twins.grads(8)
+    kept = [{**state} for state in twins.b.state.values()]
     del twins
     gc.collect()
+    made = []
+    for one in elements:
+        made.append(torch.empty_like(one, device="cuda"))
+        SOURCES.append(torch.empty_like(one, pin_memory=True).copy_(one))
+        world.upload(made[-1], SOURCES[-1])
+    world.default.synchronize()
+    world.machine.synchronize()
+    assert_same(bits([fake.plain(one) for one in made]), bits(elements))
+    assert len(kept) == len(SHAPES)
+    kept.clear()
     again = Twins(world)
     again.backward(0)
     again.cuda.clear()
     del again.b, again.handle
     gc.collect()
-    world.machine.synchronize()

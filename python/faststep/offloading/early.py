@@ -53,6 +53,7 @@ class EarlyUpdates:
                 "in_backward away for that"
             )
         updates.bring(place, grad)
+        place.seen = None  # it would keep the gradient
         self._updated[param] = self._waiting[param] = None
         if sum(one.nbytes for one in self._waiting) >= _TOGETHER:
             self._update_waiting(updates, optimizer)

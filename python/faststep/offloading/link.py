@@ -26,13 +26,6 @@ class Link:
         """Let the device use a parameter's memory for nothing else before it was copied back."""
         param.record_stream(self._outgoing)
 
-    def begin(self) -> None:
-        """Gradients reach the host behind the parameters of the step before.
-
-        So what is updated with them was read by the device already.
-        """
-        self._ingoing.wait_stream(self._outgoing)
-
     def fetch(self, grad: Tensor, room: Tensor) -> torch.cuda.Event:
         """Begin to copy a gradient of the current stream; returns the event behind the copy."""
         current = torch.cuda.current_stream(self.device)

@@ -159,8 +159,6 @@ class Copies:
         """Begin another pass."""
         self.wait()
         self.pipe.begin()
-        if self.link is not None:
-            self.link.begin()
 
     # ---- waits
 
