@@ -540,6 +540,7 @@ def test_objects_that_go_while_copies_are_under_way(world: late.Late, has_model:
     kept.clear()
     again = Twins(world)
     again.backward(0)
-    again.cuda.clear()
-    del again.b, again.handle
+    again.b.step()
+    again.backward(1)
+    del again
     gc.collect()

@@ -42,7 +42,8 @@ def offload_set(world: World) -> None:
         tuples[0] = (*tuples[0][:2], any_tensor(world.rng), tuples[0][3])
     if tuples and world.chance(0.1):
         tuples[-1] = junk(world)
-    args, _ = maybe_bad(world, (tuples,))
+    where = () if world.chance(0.8) else (world.rng.choice((-1, 64, 2**31, -2)), 0)
+    args, _ = maybe_bad(world, (tuples, *where))
     world.call("Offload.set", _pipe(world).set, args)
 
 

@@ -475,6 +475,7 @@ def offload() -> Iterator[Case]:
     yield lambda: _C.Plan().offload(pipe), [pipe]
     yield failing(_C.Offload, 0, 1), []
     yield failing(pipe.set, [(p, values)]), [p, values]
+    yield failing(pipe.set, [tensors], 999), [*tensors]
     yield failing(pipe.set, [(p, values, room, p)]), [p, values, room]
     yield failing(pipe.arrive, 0, torch.ones(3), 1.0), []
     yield failing(pipe.arrive, 5, grad, 1.0), [grad]

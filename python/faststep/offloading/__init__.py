@@ -54,8 +54,8 @@ def offload(
         TypeError: an optimizer not of faststep, or a subclass with a step of its own.
         ValueError: `fraction` is not from 0 to 1, or `threads` is not positive.
         RuntimeError: the optimizer is offloaded or released already.
-        NotImplementedError: the optimizer is Adafactor, or a parameter is on a CUDA device or
-            divided over ranks.
+        NotImplementedError: the optimizer is Adafactor, or parameters are divided over ranks; CUDA
+            parameters lie on several devices or with gaps, or `fraction` is less than 1.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
     arXiv:2101.06840.
