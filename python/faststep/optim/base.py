@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ from .param_shards import Shards
 from .plan_step import PlanStep, on_device
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .state_kinds import AS_TORCH, GROUP_OPTIONS, all_kinds
-from .step import Stepper, loss_of
+from .step import Stepper, loss_of, states_on_host, wait_for_states
 from .step_options import ClippedOptimizer
 from .zeros import Zeros
 
@@ -356,7 +356,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         torch keeps counters in CPU memory unless a group is `fused` or `capturable` or the class is
         ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
         """
-        with self._states_on_host():
+        with states_on_host(self):
             complete_states(self)
             state_dict = super().state_dict()
             show_as_torch(self, state_dict, native)
@@ -373,12 +373,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             ValueError: torch's errors; a state in codes lacks its scales or does not fit them.
         """
         made = self._made_from is not None  # a state of that name is the script's
-        with self._states_on_host(), nullcontext() if made else loading_states(self, self):
+        with states_on_host(self), nullcontext() if made else loading_states(self, self):
             super().load_state_dict(state_dict)
-
-    def _states_on_host(self) -> AbstractContextManager[None]:
-        """Inside, parameters are where their states are, if `faststep.offload` has these."""
-        return nullcontext() if self._stepper is None else self._stepper.on_host(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -386,8 +382,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._stepper is not None:
-            self._stepper.wait()
+        wait_for_states(self)
         state: dict[str, Any] = super().__getstate__()
         return {
             **state,

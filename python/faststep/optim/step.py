@@ -43,6 +43,18 @@ def loss_of(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
+def wait_for_states(optimizer: Any) -> None:
+    """Return when the last step of an optimizer has updated all states."""
+    if optimizer._stepper is not None:
+        optimizer._stepper.wait()
+
+
+def states_on_host(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, parameters are where their states are, if `faststep.offload` has these."""
+    stepper = optimizer._stepper
+    return contextlib.nullcontext() if stepper is None else stepper.on_host(optimizer)
+
+
 class Stepper:
     """Steps parameters by one `_C.Plan`, which remembers them between steps."""
 
