@@ -21,7 +21,7 @@ from faststep.cli.scripts.gpt import GPT, GPTConfig
 from faststep.sizing.dry_run import dry_run
 from faststep.sizing.formats import formats_of
 from faststep.zero.estimate import Layout, count
-from ranks import Job, jobs_of, results_of
+from ranks import Job, results_of
 
 MODEL = GPTConfig(layers=8, heads=4, width=320, context=64, vocabulary=2048)  # 11M parameters
 OTHER = 1_500_000  # bytes of Python, torch and gloo
@@ -87,33 +87,29 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 }
 
 
-MEASURED = [
-    *(
-        Job(f"case {name}", world, _measured, (MODEL, low, options))
-        for name, (world, low, options) in CASES.items()
-    ),
-    Job("batch", 2, _measured, (MODEL, False, {"stage": 2}, BATCH)),
-]
-
-
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, list[Found]]:
     """In processes of their own: those of other tests have memory at hand."""
     own = [item for item in request.session.items if item.path == request.path]
-    return results_of(jobs_of(own, "MEASURED"))
+    chosen = {item.callspec.params.get("case") for item in own if hasattr(item, "callspec")}
+    jobs = [
+        Job(name, world, _measured, (MODEL, low, options))
+        for name, (world, low, options) in CASES.items()
+        if name in chosen
+    ]
+    return results_of([*jobs, Job("batch", 2, _measured, (MODEL, False, {"stage": 2}, BATCH))])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells resident memory")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.jobs("case {case}")
 def test_it_is_what_ranks_measure(case: str, found: dict[str, list[Found]]) -> None:
     world, low, options = CASES[case]
     with torch.device("meta"):
         model = GPT(MODEL).to(torch.bfloat16 if low else torch.float32)
     estimated = zero.estimate(model, optim.AdamW, ranks=world, **options)
     (counted,) = estimated.stages.values()
-    between = max(one.between for one in found[f"case {case}"])
-    peak = max(one.peak for one in found[f"case {case}"])
+    between = max(one.between for one in found[case])
+    peak = max(one.peak for one in found[case])
     said = f"{between / 1e6:.1f} and {peak / 1e6:.1f} were measured:\n{estimated}"
     assert abs(counted.between - between) < 0.05 * between + OTHER, said
     assert counted.peak > 0.95 * peak - OTHER, said

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import HOST, devices_of, on_device
+from .._devices import HOST, devices_of
 from .._torch.optim import dtypes_of, increment_version, is_capturing
 from ..grads.buckets import reducing_model
 from ..grads.hooks import weakly
 from ..grads.owners import offloading, releasing
 from ..grads.params import grads_of, params_of
 from ..optim.base import FusedOptimizer
-from ..optim.plan_step import PlanStep
+from ..optim.plan_step import PlanStep, on_device
 from ..optim.request import Rule, StepAnswer, StepRequest
 from ..optim.step import Stepper
 from .early import EarlyUpdates
