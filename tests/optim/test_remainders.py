@@ -337,6 +337,23 @@ def test_remainders_of_another_shape_are_not_loaded(master_weights: str) -> None
     assert not other.state
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_model_that_is_cast_in_mid_training_is_saved(dtype: torch.dtype) -> None:
+    """Its parameters have no masters then: a remainder is saved as it is, and loading drops it."""
+    model = torch.nn.Linear(7, 5).bfloat16()
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=0.1, master_weights="remainder16")
+    for number in range(3):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        if number == 0:
+            model.to(dtype)
+    saved = optimizer.state_dict()
+    assert saved["state"][0][MASTER].dtype == torch.int16
+    optimizer.load_state_dict(saved)
+    assert not any(MASTER in state for state in optimizer.state.values())
+
+
 def test_remainders_of_any_strides() -> None:
     both = _both("AdamW")
     _step(both, 0)

@@ -325,7 +325,7 @@ def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
     for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - a hook may change it
         state = state_dict["state"].get(index, {})
         remainder = state.get(MASTER)
-        if is_remainder(remainder):
+        if is_remainder(remainder) and param.dtype is torch.bfloat16:  # not cast meanwhile
             state_dict["state"][index] = {**state, MASTER: joined(param, remainder)}
 
 
