@@ -216,10 +216,16 @@ def test_small_parameters(smallest: int) -> None:
     for number in range(3):
         step(optimizer, number)
         step(twin, number)
-        convert_all(twin, "AdamW", max(1, smallest))
+        convert_all(twin, "AdamW", max(2, smallest))
     for mine, its in zip(*(o.param_groups[0]["params"] for o in (optimizer, twin)), strict=True):
         assert torch.equal(mine, its)
-        assert (SCALES in optimizer.state[mine]) == (mine.numel() >= max(1, smallest))
+        assert (SCALES in optimizer.state[mine]) == (mine.numel() >= max(2, smallest))
+    for native in (True, False):
+        saved = optimizer.state_dict(native=native)
+        assert saved["state"][5]["exp_avg"].dtype == torch.float32  # of a number
+        other = make("AdamW", params_of(F32, shapes), **options)
+        other.load_state_dict(saved)
+        step(other, 3)
 
 
 def test_parameters_with_gaps_and_tied_ones() -> None:

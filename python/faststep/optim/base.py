@@ -70,8 +70,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         state_dtype ("fp32", "bf16", "int8" or None): the type of states of a parameter's shape but
             masters, or a dict of those of single states; a group may have its own. "int8" is for
             Adam, AdamW, Lion and SGD. Default: None, the parameter's, fp32 beside masters.
-        min_8bit_size (int): with "int8", parameters of fewer elements have fp32 states.
-            Default: 4096.
+        min_8bit_size (int): with "int8", parameters of fewer elements, and of one, have fp32
+            states. Default: 4096.
         rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
             either neighbour, so that the mean is right. Default: "nearest".
         rounding_seed (int): of the random bits, which differ by parameter, element and step too.

@@ -24,7 +24,7 @@ class StateKinds(NamedTuple):
     smallest: int = 4096  # elements of a parameter with states in codes, at least
     is_noisy: bool = False  # bf16 states are rounded by noise
     seed: int = 0  # of it
-    codes_from: int = 0  # `smallest` where there are codes, at least 1; 0: there are none
+    codes_from: int = 0  # `smallest`, at least 2: a number has no codes; 0: there are none
     noise_seed: int | None = None  # `seed` where there is noise
 
     def of(self, key: str) -> torch.dtype | None:
@@ -87,7 +87,7 @@ def kinds_by(
         kinds = kinds._replace(is_noisy=rounding == "stochastic")
     _check(kind, kinds)
     return kinds._replace(
-        codes_from=max(1, kinds.smallest) if kinds._has(torch.int8) else 0,
+        codes_from=max(2, kinds.smallest) if kinds._has(torch.int8) else 0,
         noise_seed=kinds.seed if kinds.is_noisy else None,
     )
 
