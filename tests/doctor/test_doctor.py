@@ -164,7 +164,7 @@ def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: st
         "os.makedirs('new/folder')\n"
         "subprocess.run(['touch', '/tmp/faststep-doctor-left'])\n"
         "subprocess.Popen(['sleep', '4242'])\n"
-        "weight = torch.nn.Parameter(torch.ones(64, 64))\n"
+        "weight = torch.nn.Parameter(torch.ones(512, 512))\n"
         "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
         "for _ in range(200):\n"
         "    weight.square().sum().backward()\n"
