@@ -37,6 +37,7 @@ class EarlyUpdates:
     def __init__(self) -> None:
         self._updated: dict[Tensor, None] = {}  # since the step, or waits
         self._waiting: dict[Tensor, None] = {}
+        self._bytes = 0  # of those
         self._rules: list[Rule] = []  # of these updates
 
     def update(
@@ -55,12 +56,13 @@ class EarlyUpdates:
         updates.bring(place, grad)
         place.seen = None  # it would keep the gradient
         self._updated[param] = self._waiting[param] = None
-        if sum(one.nbytes for one in self._waiting) >= _TOGETHER:
+        self._bytes += param.nbytes
+        if self._bytes >= _TOGETHER:
             self._update_waiting(updates, optimizer)
         param.grad = None
 
     def _update_waiting(self, updates: Updates, optimizer: FusedOptimizer) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
         with torch.no_grad():
             updates.update(optimizer, self._rules, StepRequest(), waiting)
 
@@ -71,7 +73,7 @@ class EarlyUpdates:
             if self._waiting:
                 self._update_waiting(updates, optimizer)
         finally:
-            self._rules, self._updated, self._waiting = [], {}, {}
+            self._rules, self._updated, self._waiting, self._bytes = [], {}, {}, 0
         if not rules:
             return
         if request.grad_scale is not None or request.found_inf is not None or request.measures:

@@ -16,10 +16,11 @@ from .._torch.fsdp import is_fsdp_shard
 from ..grads.hooks import Hooked
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
+from ..optim.param_shards import CHUNK
 from ..optim.request import Rule
 from ..zero.step.waits import ForwardWaits
 from .link import Link
-from .places import CHUNK, Place, grad_dtype, held, is_able, like_of, mark, states_like
+from .places import Place, grad_dtype, held, is_able, like_of, mark, states_like
 from .slab import Slab, bytes_of
 
 _TILE = 8 * CHUNK  # elements that a thread copies or updates at a time

@@ -30,7 +30,7 @@ from ..optim.request import Rule, StepAnswer, StepRequest
 from ..optim.step import Stepper
 from .early import EarlyUpdates
 from .memory import Copies
-from .places import CHUNK, Place, begins, fits, inverse_of, is_dense, mark, strides_of
+from .places import Place, begins, fits, inverse_of, is_dense, mark, new_sums, strides_of
 from .scaled import Scaled, unscale
 
 
@@ -224,7 +224,7 @@ class Offload:
             if grad is None:
                 continue
             if place is None:
-                sums.append(torch.zeros(-(-grad.numel() // CHUNK), dtype=torch.float64))
+                sums.append(new_sums(grad))
                 _C.chunk_squares([grad], factor, sums[-1])
             else:
                 if place.factor != factor:

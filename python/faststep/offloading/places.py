@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from .._torch.held import NotHeld, hold
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
+from ..optim.param_shards import CHUNK
 from ..optim.request import Rule
 from .link import Link
 from .slab import Slab, bytes_of
 
-CHUNK = 16384  # elements of which the norm has a sum: FSTCHUNK
 KINDS: tuple[type, ...] = (Tensor, Parameter)
 
 
@@ -41,7 +41,7 @@ class Place:
         self.values = values
         self.grad = grad
         values.grad_dtype = grad.dtype
-        self.sums = torch.zeros(-(-values.numel() // CHUNK), dtype=torch.float64)
+        self.sums = new_sums(values)
         self.rooms = rooms
         self.number = -1  # for the threads
         self.state: dict[str, Any] | None = None
@@ -102,6 +102,11 @@ def held(tensor: Tensor) -> Tensor:
 def mark(tensor: Tensor) -> tuple[int, int]:
     """What changes when a tensor is written."""
     return tensor._version, tensor.data_ptr()
+
+
+def new_sums(tensor: Tensor) -> Tensor:
+    """Room for the sum of squares of each chunk."""
+    return torch.zeros(-(-tensor.numel() // CHUNK), dtype=torch.float64)
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
