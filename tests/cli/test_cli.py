@@ -96,7 +96,7 @@ def test_demo_trains_in_both_ways_and_plots(
     gaps = re.findall(r"between the losses: (\S+) in the second step, (\S+) at most", captured.out)
     ((first, most),) = gaps
     assert float(first) < 1e-6
-    assert float(most) < 1e-4
+    assert float(most) < 1e-3  # 240 steps let roundings grow, on each CPU in another way
     losses = re.findall(r"Loss with [a-z ]+: (\S+) -> (\S+)", captured.out)
     assert len(losses) == 2
     assert all(float(last) < float(first) for first, last in losses)

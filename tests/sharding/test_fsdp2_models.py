@@ -65,6 +65,7 @@ def train(
     loss_of: Callable[[nn.Module, Tensor, int], Tensor],
     clip: Callable[[nn.Module], Any] = lambda model: None,
     steps: int = 5,
+    tolerance: float = 1e-5,
 ) -> None:
     """One loop with torch's Adam and the same with ours: parameters agree after each step."""
     theirs, mine = build(), build()
@@ -86,7 +87,7 @@ def train(
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
         if norms and norms[0] is not None:
             torch.testing.assert_close(norms[0].full_tensor(), norms[1].full_tensor())
-        same(mine, theirs)
+        same(mine, theirs, tolerance)
 
 
 def total(model: nn.Module, x: Tensor, step: int) -> Tensor:
@@ -293,7 +294,8 @@ def test_mixed_precision(rank: int, world: int) -> None:
             "reshard_after_forward": reshard,
             "shard_placement_fn": place,
         }
-        train(rank, lambda o=options: blocks_of(**o), total, steps=3)
+        # Where one optimizer's parameter is rounded to the next bf16, so are gradients.
+        train(rank, lambda o=options: blocks_of(**o), total, steps=3, tolerance=1e-3)
 
 
 @on_ranks(2)
