@@ -18,30 +18,32 @@ class ByOptimizer(Generic[_Value]):
     """One value per optimizer; keeps no optimizer alive, and no value if `weakly`.
 
     Attributes:
-        known: how to get the values; empty where no optimizer has one.
+        known: the optimizers, and how to get their values; empty where none has one.
     """
 
     def __init__(self, *, weakly: bool) -> None:
         self._weakly = weakly
-        self.known: dict[weakref.ref[Optimizer], Callable[[], _Value | None]] = {}
+        # By `id`, as a script's class may compare its objects and so have no hash.
+        self.known: dict[int, tuple[weakref.ref[Optimizer], Callable[[], _Value | None]]] = {}
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return self.of(optimizer) is not None
 
     def of(self, optimizer: Optimizer) -> _Value | None:
         """The value, if the optimizer has one that lives."""
-        known = self.known.get(weakref.ref(optimizer))
-        return None if known is None else known()
+        known = self.known.get(id(optimizer))
+        return None if known is None else known[1]()
 
     def set(self, optimizer: Optimizer, value: _Value) -> None:
         """Give the optimizer a value in place of the one before."""
-        key = weakref.ref(optimizer, lambda dead: self.known.pop(dead, None))
-        self.known[key] = weakref.ref(value) if self._weakly else lambda: value
+        key = id(optimizer)
+        owner = weakref.ref(optimizer, lambda _: self.known.pop(key, None))
+        self.known[key] = owner, weakref.ref(value) if self._weakly else lambda: value
 
     def pop(self, optimizer: Optimizer) -> _Value | None:
         """Take the value away and return it."""
-        known = self.known.pop(weakref.ref(optimizer), None)
-        return None if known is None else known()
+        known = self.known.pop(id(optimizer), None)
+        return None if known is None else known[1]()
 
     def others(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers with a value that are not this one."""
@@ -65,7 +67,7 @@ class ByOptimizer(Generic[_Value]):
 
     def _all(self) -> list[Optimizer]:
         """The optimizers with a value."""
-        found = [key() for key in list(self.known)]
+        found = [owner() for owner, _ in list(self.known.values())]
         return [one for one in found if one is not None and one in self]
 
 

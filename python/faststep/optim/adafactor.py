@@ -15,6 +15,7 @@ from .._devices import HOST
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..grads.params import described
+from .base import number
 from .hooked import HookedOptimizer
 from .plan_step import Scalars
 from .request import Rule
@@ -35,7 +36,7 @@ def _rule_of(group: dict[str, Any]) -> Rule:
         first = next((p for p in group["params"] if p.grad is not None), None)
         eps1 = 0.0 if first is None or first.is_complex() else torch.finfo(first.dtype).eps
     hyper = (
-        float(lr.item() if isinstance(lr, Tensor) else lr),
+        number(lr),
         group["beta2_decay"],
         eps1,
         eps2,

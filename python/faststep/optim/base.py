@@ -42,7 +42,7 @@ def number(value: float | Tensor) -> float:
     """A hyper-parameter that may be a one-element tensor."""
     if type(value) is float:  # isinstance() with Tensor takes as long as all the rest
         return value
-    return float(value.item() if isinstance(value, Tensor) else value)
+    return float(value.item() if isinstance(value, Tensor) else value * 1.0)  # no string is one
 
 
 class FusedOptimizer(ClippedOptimizer, HookedOptimizer):

@@ -105,7 +105,7 @@ class HookedOptimizer(Optimizer):
         whole = Optimizer.profile_hook_step(func)
         if not is_torchs(Optimizer.profile_hook_step):
             return whole
-        is_ours = inspect.unwrap(func).__module__.startswith("faststep.")
+        is_ours = str(inspect.unwrap(func).__module__).startswith("faststep.")
 
         @functools.wraps(func)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

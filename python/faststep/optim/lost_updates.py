@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dtensor import part_of
+from .._torch.tensors import has_no_memory
 from ..grads.params import described
 from .request import Steppable, formula
 
@@ -43,6 +44,8 @@ def warn_of_lost_updates(optimizer: Steppable) -> None:
 def _is_lost(param: Tensor, lr: float) -> bool:
     is_narrow = param.dtype in (torch.bfloat16, torch.float16)
     if not is_narrow or param.grad is None or param.device.type != "cpu" or lr <= 0:
+        return False
+    if has_no_memory(param):
         return False
     flat = part_of(param.detach()).reshape(-1)
     some = flat[:: max(1, flat.numel() // _LOOKED_AT)]

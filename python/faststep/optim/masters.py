@@ -221,7 +221,9 @@ def complete_states(optimizer: Steppable) -> None:
     torch.distributed.checkpoint loads either no states at all or one of each parameter, and of
     each what was there before.
     """
-    if not optimizer._keeps_masters or not optimizer.state:
+    if not optimizer._keeps_masters or not any(map(has_master, params_of(optimizer))):
+        return
+    if not optimizer.state:
         return
     for group, rule in zip(optimizer.param_groups, optimizer._rules(), strict=True):
         for param in group["params"]:
