@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException as ReadsValuesError
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
-__all__ = ["NoMemory", "ReadsValuesError"]
+ReadsValuesError = DataDependentOutputException
 
 
 class NoMemory(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-
-__all__ = [
-    "TorchDispatchMode",
-    "is_batched",
-    "is_transformed",
-    "is_watched",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # Not 0 inside a TorchDispatchMode, which sees torch's operators and nothing that C does.
 is_watched: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (

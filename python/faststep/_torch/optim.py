@@ -8,30 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
-from torch.autograd.graph import increment_version
+from torch.amp.grad_scaler import OptState as OptState
+from torch.autograd.graph import increment_version as increment_version
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks as global_post_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = [
-    "CALLED_BY_STEPS",
-    "OptState",
-    "are_torchs",
-    "cuda_amp_is_unavailable",
-    "dtypes_of",
-    "global_post_hooks",
-    "global_pre_hooks",
-    "increment_version",
-    "is_capturing",
-    "is_of_scheduler",
-    "is_torchs",
-    "method_of_script",
-    "replaces_unscaling",
-    "step_dtype",
-    "step_pre_hooks",
-    "update_scale_as_torch",
-]
+global_post_hooks = _global_optimizer_post_hooks
+global_pre_hooks = _global_optimizer_pre_hooks
 
 
 # What a step of torch's classes calls of its object. The second name was another before torch 2.13.

@@ -182,36 +182,16 @@ def _seen(layout: Layout, tensor: Tensor) -> tuple[int, ...]:
     return (impl, storage, grad, *memory, *numbers, *shape, *kind)
 
 
-def _resize_storage(tensor: Tensor) -> None:
-    tensor.untyped_storage().resize_(1 << 16)
-
-
-def _new_data(tensor: Tensor) -> None:
-    tensor.data = torch.zeros_like(tensor)
-
-
-def _negate(tensor: Tensor) -> None:
-    tensor.data = neg_view(tensor.data)
-
-
-def _new_grad(tensor: Tensor) -> None:
-    tensor.grad = torch.ones_like(tensor)
-
-
-def _no_grad(tensor: Tensor) -> None:
-    tensor.grad = None
-
-
 _OF_A_PARAMETER: dict[str, Callable[[Tensor], object]] = {
-    "new data": _new_data,
-    "that it is negated": _negate,
-    "a new gradient": _new_grad,
-    "that its gradient is gone": _no_grad,
+    "new data": lambda t: setattr(t, "data", torch.zeros_like(t)),
+    "that it is negated": lambda t: setattr(t, "data", neg_view(t.data)),
+    "a new gradient": lambda t: setattr(t, "grad", torch.ones_like(t)),
+    "that its gradient is gone": lambda t: setattr(t, "grad", None),
 }
 _OF_ANY: dict[str, Callable[[Tensor], object]] = {
-    "new data": _new_data,
-    "that it is negated": _negate,
-    "a storage of another size": _resize_storage,
+    "new data": _OF_A_PARAMETER["new data"],
+    "that it is negated": _OF_A_PARAMETER["that it is negated"],
+    "a storage of another size": lambda t: t.untyped_storage().resize_(1 << 16),
     "that it shares its memory with a lazy clone": lazy_clone,
     "another storage": lambda t: t.set_(torch.zeros(2, 3)),  # type: ignore[call-overload]
     "another shape": lambda t: t.resize_(3, 2),

@@ -7,27 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
-
-__all__ = [
-    "PLAIN_RESULTS",
-    "foreach_norms",
-    "has_no_memory",
-    "lazy_clone",
-    "let_foreach_take",
-    "nbytes_of",
-    "neg_view",
-    "new_subclass",
-    "new_wrapper",
-    "record_of",
-    "storage_record_of",
-    "storage_records_of",
-    "tree_iter",
-    "tree_map",
-    "tree_map_only",
-    "uses_of",
-]
-
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl  # the `__torch_function__` of a class
 
