@@ -82,21 +82,13 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
         elif is_watched():
             self._step_by_torch(self.param_groups, "in a TorchDispatchMode")
         else:
-            self._refuse_scaler()
+            for name in ("grad_scale", "found_inf"):  # as torch's: it unscales no gradients
+                if getattr(self, name, None) is not None:
+                    raise AssertionError("Grad scaling should occur outside of optimizer.step()")
             self._plans = self._plans or (_C.Plan(), _C.Plan())
-            self._step_in_c([self._listed(group) for group in self.param_groups], self._plans[0])
-
-    @staticmethod
-    def _listed(group: dict[str, Any]) -> list[Tensor]:
-        """A group's parameters, which scripts may have replaced by those in another container."""
-        params: list[Tensor] = group["params"]
-        return params if type(params) is list else list(params)
-
-    def _refuse_scaler(self) -> None:
-        """As torch's: it unscales no gradients."""
-        for name in ("grad_scale", "found_inf"):
-            if getattr(self, name, None) is not None:
-                raise AssertionError("Grad scaling should occur outside of optimizer.step()")
+            lists = (group["params"] for group in self.param_groups)  # or what scripts put there
+            params = [some if type(some) is list else list(some) for some in lists]
+            self._step_in_c(params, self._plans[0])
 
     def _step_in_c(self, params: Params, plan: _C.Plan) -> None:
         rules = [_rule_of(group) for group in self.param_groups]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .arguments import composed
 from .base import number
@@ -26,13 +25,7 @@ class ASGD(CountedOptimizer, torch.optim.ASGD):
     _formula = formula("asgd", "step", "eta", "mu", "ax")
     _numbers = ("eta", "mu")
     _counts_on_device = True
+    _begins_by_rate = True
 
     def _first_number(self, group: dict[str, Any], key: str) -> float:
         return number(group["lr"]) if key == "eta" else 1.0
-
-    def _drop_new_state(self, param: Tensor) -> None:
-        """A learning rate that changes before the first step that happens counts."""
-        self._drop_unstepped(param)
-
-    def _zeros_differ(self, group: dict[str, Any]) -> bool:
-        return True

@@ -55,27 +55,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     torch's class makes the whole step, at its speed, if a gradient is sparse, a parameter complex
     or a group `differentiable`, and raises its errors. Clipping and unscaling stay part of it.
-
-    Args (keyword-only, on top of the torch class):
-        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the step,
-            with the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
-        keep_grads (bool): with `max_grad_norm`, write the unscaled and clipped gradients back
-            to `.grad`. Default: False, `.grad` stays as backward left it.
-        master_weights (bool, "fp32" or "remainder16"): keep an fp32 master, as the state
-            "master_weights", and fp32 states of each bfloat16 and float16 parameter. The step
-            updates the master, and the parameter is the master rounded to the nearest. Where a
-            script has written the parameter the step begins with it. With "remainder16" the state
-            is int16, the other half of a bfloat16 parameter's master; ValueError for a float16
-            parameter. Default: False; True is "fp32".
-        state_dtype ("fp32", "bf16", "int8" or None): the type of states of a parameter's shape but
-            masters, or a dict of those of single states; a group may have its own. "int8" is for
-            Adam, AdamW, Lion and SGD. Default: None, the parameter's, fp32 beside masters.
-        min_8bit_size (int): with "int8", parameters of fewer elements, and of one, have fp32
-            states. Default: 4096.
-        rounding ("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes
-            either neighbour, so that the mean is right. Default: "nearest".
-        rounding_seed (int): of the random bits, which differ by parameter, element and step too.
-            Default: 0.
+    `Arguments` of step_options.py says what the options beside torch's are.
     """
 
     _formula: ClassVar[Formula]

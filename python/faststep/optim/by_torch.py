@@ -62,7 +62,8 @@ def _step(optimizer: Steppable, request: StepRequest) -> StepAnswer:
         raise ValueError("Attempting to unscale FP16 gradients.")
     if request.grad_scale is not None:
         # As torch's scaler, which also looks for overflows before it adds up other entries.
-        grads = [grad.coalesce() if _is_narrow_and_sparse(grad) else grad for grad in grads]
+        narrow = torch.float16
+        grads = [g.coalesce() if g.is_sparse and g.dtype is narrow else g for g in grads]
         inverse = request.grad_scale.double().reciprocal()
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
     norm = None
@@ -91,10 +92,6 @@ def _step(optimizer: Steppable, request: StepRequest) -> StepAnswer:
                 if new is not old:
                     old.copy_(new)
     return StepAnswer(False, norm)
-
-
-def _is_narrow_and_sparse(grad: Tensor) -> bool:
-    return grad.is_sparse and grad.dtype is torch.float16
 
 
 def _set(params: list[Tensor], grads: list[Tensor]) -> None:

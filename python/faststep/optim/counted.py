@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ class CountedOptimizer(FusedOptimizer):
     States begin as zeros unless a class has `_new_tensor`. `_numbers` names 0-d states beside
     `step`, which follow it, and which begin as `_first_number` says.
     """
+
+    # New states have the learning rate in them. If it changes before the first step that happens,
+    # that counts: so states are dropped after a step that did not happen.
+    _begins_by_rate: ClassVar[bool] = False
 
     def _new_tensor(self, group: dict[str, Any], rule: Rule, param: Tensor, key: str) -> Tensor:
         """A new state of the parameter's shape."""
@@ -49,11 +53,13 @@ class CountedOptimizer(FusedOptimizer):
             made[key] = self._new_tensor(group, rule, param, key)
         state.update(made)  # all or none, should memory run out
 
-    def _drop_unstepped(self, param: Tensor) -> None:
-        """Drop the state of a parameter that has made no step."""
-        state = self.state.get(param)
+    def _drop_new_state(self, param: Tensor) -> None:
+        state = self.state.get(param) if self._begins_by_rate else None
         if state and number(state["step"]) == 0:  # not one that was there, and moved to a device
             state.clear()
+
+    def _zeros_differ(self, group: dict[str, Any]) -> bool:
+        return self._begins_by_rate
 
     def _check_capture(self) -> None:
         if is_capturing() and not all(group.get("capturable") for group in self.param_groups):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from .._torch.dtensor import specs_of
 from ..grads.agreement import Agreed, over_ranks
 from ..grads.dtensors import LayoutError
 from ..grads.regions import Region, groups_of, regions_of
+from .param_shards import are_same
 from .plan_step import DevicesChangedError, PlanStep, Scalars, agree, new_scalar, on_device
 from .request import Rule
 
@@ -112,7 +112,7 @@ class DividedGrads:
         """Find the regions anew, if the parameters or how they are divided have changed."""
         params = list(itertools.chain.from_iterable(plan_step.params))
         specs = specs_of(params)
-        if _same(params, self._params) and _same(specs, self._specs):
+        if are_same(params, self._params) and are_same(specs, self._specs):
             return
         try:
             self._regions = regions_of(params)
@@ -128,10 +128,6 @@ def _explained(plan_step: PlanStep, failure: Exception) -> Exception:
     if isinstance(failure, _C.TensorError):
         return plan_step.optimizer._explained(*failure.args)
     return failure
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _of(scalar: Tensor | None) -> Tensor:

@@ -33,12 +33,6 @@ class _Boxed(Tensor):
         return self
 
 
-def _boxed(value: Tensor, stays: bool) -> _Boxed:
-    boxed = _Boxed()  # an empty tensor: some classes of torch replace states that are no tensors
-    boxed.value, boxed.stays = value, stays
-    return boxed
-
-
 class _Loading(NamedTuple):
     kinds: Steppable  # which masters and types it has
     options: list[dict[str, Any]]  # of the groups
@@ -109,7 +103,11 @@ class _Loading(NamedTuple):
             if not stays and param.dtype is not torch.bfloat16:
                 widened.append(repr(name))
         is_kept = stays or formats.dtype_of(name, param) is not None
-        return _boxed(value, stays) if is_kept or (SCALES in state and name != "step") else value
+        if not is_kept and (SCALES not in state or name == "step"):
+            return value
+        boxed = _Boxed()  # no object: some classes of torch replace states that are no tensors
+        boxed.value, boxed.stays = value, stays
+        return boxed
 
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
@@ -118,16 +116,10 @@ class _Loading(NamedTuple):
             group.update(own)
         formats = StateFormats(self.kinds) if self.fits else None
         states = {
-            param: _fitted(state, param, formats) if isinstance(param, Tensor) else state
+            param: _unwrapped(state, param, formats) if isinstance(param, Tensor) else state
             for param, state in optimizer.state.items()
         }
         optimizer.state = defaultdict(dict, states)
-
-
-def _fitted(state: dict[str, Any], param: Tensor, formats: StateFormats | None) -> dict[str, Any]:
-    made = _unwrapped(state, param)
-    staying = [name for name, value in state.items() if isinstance(value, _Boxed) and value.stays]
-    return made if formats is None else formats.fitting(made, param, staying)
 
 
 def _has_narrow(state_dict: dict[str, Any]) -> bool:
@@ -170,11 +162,13 @@ def loading_states(
             handle.remove()
 
 
-def _unwrapped(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    return {
-        name: _on_device(value.value, param) if isinstance(value, _Boxed) else value
-        for name, value in state.items()
-    }
+def _unwrapped(
+    state: dict[str, Any], param: Tensor, formats: StateFormats | None
+) -> dict[str, Any]:
+    boxed = {name: value for name, value in state.items() if isinstance(value, _Boxed)}
+    made = {**state, **{name: _on_device(one.value, param) for name, one in boxed.items()}}
+    staying = [name for name, value in boxed.items() if value.stays]
+    return made if formats is None else formats.fitting(made, param, staying)
 
 
 def _on_device(value: Tensor, param: Tensor) -> Tensor:

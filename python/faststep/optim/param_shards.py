@@ -3,6 +3,7 @@ of stochastic rounding, count."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -62,15 +63,14 @@ def shards_of(optimizer: Sharded) -> Shards | None:
     if not any_dtensor(params) and whole not in releasing:  # which steps each parameter alone
         return None
     specs, known = specs_of(params), optimizer._divided_shards
-    if known is None or not _same(params, known[0]) or not _same(specs, known[1]):
+    if known is None or not are_same(params, known[0]) or not are_same(specs, known[1]):
         known = optimizer._divided_shards = params, specs, _divided(optimizer, params)
     return known[2]
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(
-        one is other for one, other in zip(now, before, strict=True)
-    )
+def are_same(now: list[Any], before: list[Any]) -> bool:
+    """True if two lists have the same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def shard_of(optimizer: Any, param: Tensor) -> Shard | None:

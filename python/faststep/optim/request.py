@@ -26,11 +26,7 @@ def check_limit(name: str, value: float | None) -> None:
 
 def has_grads(optimizer: Optimizer) -> bool:
     """True if any parameter has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return True
-    return False
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def refuse_unchecked(optimizer: Optimizer) -> None:

@@ -26,14 +26,8 @@ class Rprop(CountedOptimizer, torch.optim.Rprop):
     """
 
     _formula = formula("rprop", "step", "prev", "step_size")
+    _begins_by_rate = True
 
     def _new_tensor(self, group: dict[str, Any], rule: Rule, param: Tensor, key: str) -> Tensor:
         new = super()._new_tensor(group, rule, param, key)
         return new.fill_(number(group["lr"])) if key == "step_size" else new
-
-    def _drop_new_state(self, param: Tensor) -> None:
-        """A learning rate that changes before the first step that happens counts."""
-        self._drop_unstepped(param)
-
-    def _zeros_differ(self, group: dict[str, Any]) -> bool:
-        return True

@@ -115,8 +115,10 @@ class Stepper:
             increment_version(written)
         if written_grads is not None:
             increment_version(written_grads)
-        if request.looks_for_inf and request.found_inf is not None:
-            self._write_flag(request.found_inf, scalars)
+        if request.looks_for_inf and (found_inf := request.found_inf) is not None:
+            flag = next(iter(scalars.values())).found_inf
+            if flag is not None and flag is not found_inf:  # a copy of it was sent to a device
+                found_inf.copy_(flag, non_blocking=True)
         answer = StepAnswer(skipped, norm)
         if self.devices != HOST_ONLY:
             answer = self._answer_of_devices(answer, scalars, request.measures)
@@ -212,12 +214,6 @@ class Stepper:
         if device not in self._norms:
             self._norms[device] = new_scalar(device, torch.float64)
         return self._norms[device]
-
-    def _write_flag(self, found_inf: Tensor, scalars: dict[int, Scalars]) -> None:
-        """Write what was found to the scaler's flag, where a copy of it was sent to a device."""
-        flag = next(iter(scalars.values())).found_inf
-        if flag is not None and flag is not found_inf:
-            found_inf.copy_(flag, non_blocking=True)
 
     def _answer_of_devices(
         self, answer: StepAnswer, scalars: dict[int, Scalars], measures: bool

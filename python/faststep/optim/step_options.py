@@ -62,32 +62,40 @@ class Arguments(TypedDict, total=False):
     ]
     max_grad_norm: Annotated[
         float | None,
-        "(float, optional): clip all gradients by their global 2-norm inside the step.",
+        "(float, optional): clip all gradients by their global 2-norm inside the step, with the "
+        "formula of :func:`torch.nn.utils.clip_grad_norm_`.",
     ]
     keep_grads: Annotated[
-        bool, "(bool): with `max_grad_norm`, write unscaled and clipped gradients back."
+        bool,
+        "(bool): with `max_grad_norm`, write the unscaled and clipped gradients back to `.grad`, "
+        "which else stays as backward left it.",
     ]
     master_weights: Annotated[
         bool | Literal["fp32", "remainder16"],
-        '(bool, "fp32" or "remainder16"): keep fp32 masters, and fp32 states, of bfloat16 and '
-        'float16 parameters. True is "fp32". With "remainder16" a bfloat16 parameter has the '
-        "other 16 bits of its master beside it.",
+        '(bool, "fp32" or "remainder16"): keep fp32 masters, as the state "master_weights", and '
+        "fp32 states of bfloat16 and float16 parameters. The step updates the master, and the "
+        "parameter is the master rounded to the nearest; where a script has written the parameter "
+        'the step begins with it. True is "fp32". With "remainder16" a bfloat16 parameter has the '
+        "other 16 bits of its master beside it, in int16; ValueError for a float16 parameter.",
     ]
     state_dtype: Annotated[
         StateDtype | Mapping[str, StateDtype | None] | None,
         '("fp32", "bf16", "int8" or None): the type of all states of a parameter\'s shape but '
         'masters, rounded to the nearest; "int8" is for Adam, AdamW, Lion and SGD. None is '
         "torch's, that of the parameter, and float32 beside masters. A dict has the types of "
-        "single states by name.",
+        "single states by name; a group may have its own.",
     ]
     min_8bit_size: Annotated[
-        int, '(int): with state_dtype="int8", states of fewer elements are float32.'
+        int, '(int): with state_dtype="int8", states of fewer elements, and of one, are float32.'
     ]
     rounding: Annotated[
         Literal["nearest", "stochastic"],
-        '("nearest" or "stochastic"): how states in bf16 are rounded.',
+        '("nearest" or "stochastic"): how states in bf16 are rounded; "stochastic" takes either '
+        "neighbour, so that the mean is right.",
     ]
-    rounding_seed: Annotated[int, "(int): of stochastic rounding."]
+    rounding_seed: Annotated[
+        int, "(int): of the random bits, which differ by parameter, element and step too."
+    ]
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
@@ -146,11 +154,6 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         parts += [value for part in parts if isinstance(part, dict) for value in part.values()]
         names = [key for one in parts if isinstance(one, Formula) for key in one.state_keys]
         return tuple(name for name in dict.fromkeys(names) if name not in ("step", *cls._numbers))
-
-    @property
-    def _devices(self) -> tuple[int, ...]:
-        """Of the parameters, as the C side calls them; empty before the first step."""
-        raise NotImplementedError
 
     @property
     def max_grad_norm(self) -> float | None:
