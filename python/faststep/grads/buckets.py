@@ -1,8 +1,8 @@
 """Gradients that DistributedDataParallel has reduced, for code that uses them during backward.
 
 A communication hook replaces the model's own reduction and computes the same mean. When a bucket is
-reduced, the hook hands each gradient to its users: released optimizers. torch cannot remove a
-communication hook, so each model gets one, which all users share.
+reduced, the hook hands each gradient to its user, a released optimizer. torch cannot remove a
+communication hook, so each model gets one, for one user after another.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class User(Protocol):
 
 
 class Reduced:
-    """The communication hook of one model, and its users."""
+    """The communication hook of one model, and its user, which it does not keep alive."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
         self._factor = 1.0 / world_size(self._group)
-        self._users: list[weakref.ref[User]] = []
+        self._user: weakref.ref[User] | None = None
         self._params: Hooked[None] = Hooked()
         for param in _reduced_params(model):
             self._params.add(param, None)
@@ -91,32 +91,28 @@ class Reduced:
     def __contains__(self, param: Tensor) -> bool:
         return param in self._params
 
-    def users(self) -> Iterator[User]:
-        """The objects that receive gradients."""
-        for reference in self._users:
-            if (user := reference()) is not None:
-                yield user
+    @property
+    def user(self) -> User | None:
+        """The object that receives gradients."""
+        return None if self._user is None else self._user()
 
-    def add(self, user: User) -> None:
-        """Hand gradients to this object from now on, without keeping it alive."""
-        self._users = [weakref.ref(one) for one in (*self.users(), user)]
-
-    def drop(self, user: User) -> None:
-        """Hand it no more gradients."""
-        self._users = [weakref.ref(one) for one in self.users() if one is not user]
+    @user.setter
+    def user(self, user: User | None) -> None:
+        self._user = None if user is None else weakref.ref(user)
 
     def _reduce(self, bucket: Any) -> Future[Tensor]:
         """The mean over the ranks, as without a hook."""
         values = bucket.buffer().mul_(self._factor)
         work = dist.all_reduce(values, group=self._group, async_op=True)
-        users = list(self.users())
-        pairs = _pairs_of(bucket) if users else []
-        if users:  # before the model queues its own callback, which it does after the last bucket
-            after_backward(lambda: after_backward(lambda: _ended(users)))
+        user = self.user
+        pairs = [] if user is None else _pairs_of(bucket)
+        if user is not None:  # before the model queues its own, which it does after the last bucket
+            ended = user.ended
+            after_backward(lambda: after_backward(ended))
 
         def use(future: Future[list[Tensor]]) -> Tensor:
             value: Tensor = future.value()[0]
-            for user in users:
+            if user is not None:
                 for param, part in pairs:
                     user.reduced(param, part)
             return value
@@ -135,11 +131,6 @@ def _pairs_of(bucket: Any) -> list[tuple[Tensor, Tensor]]:
                 part = part.as_strided(param.shape, dense)
         pairs.append((param, part))
     return pairs
-
-
-def _ended(users: list[User]) -> None:
-    for user in users:
-        user.ended()
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Reduced] = weakref.WeakKeyDictionary()

@@ -145,7 +145,7 @@ def _check_unowned(optimizer: FusedOptimizer) -> None:
 def _reduced_by(model: DistributedDataParallel) -> Reduced:
     """The communication hook of the model; raises if another release uses it."""
     reduced = Reduced.of(model, "release_gradients()")
-    if any(isinstance(user, Release) for user in reduced.users()):
+    if reduced.user is not None:
         raise RuntimeError(
             "gradients of this DistributedDataParallel model are released already, with "
             "another optimizer: give all parameters to one optimizer"

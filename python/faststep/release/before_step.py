@@ -8,8 +8,6 @@ from typing import Any
 from .._torch.optim import step_pre_hooks
 from ..optim.base import FusedOptimizer
 
-__all__ = ["refuse_code_before_step"]
-
 
 def refuse_code_before_step(optimizer: FusedOptimizer, ours: Callable[..., Any] | None) -> None:
     """Raise for a hook before the step, but `ours`, and for a step that a script has replaced."""

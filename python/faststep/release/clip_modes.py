@@ -14,8 +14,6 @@ from ..optim.base import FusedOptimizer
 from ..optim.by_torch import values_of
 from ..optim.request import check_limit
 
-__all__ = ["Clip", "Clipping", "check_clipping"]
-
 Clip = Literal["per_parameter", "lagged"]
 
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["give_rows", "tied_embeddings"]
-
 
 def tied_embeddings(model: nn.Module) -> Iterator[nn.Embedding]:
     """Embeddings in CPU memory whose weight is a parameter of another module too."""

@@ -30,8 +30,6 @@ from .before_step import refuse_code_before_step
 from .clip_modes import Clip, Clipping, check_clipping
 from .tied import give_rows, tied_embeddings
 
-__all__ = ["Release"]
-
 _MODE_DEPTH = address_of("mode_depth")
 _TOGETHER = 64 << 20  # bytes of gradients on a CUDA device for which a step begins
 
@@ -81,7 +79,7 @@ class Release:
         weakref.finalize(self, _undo, self._handles).atexit = False
         self._attach(optimizer)
         if reduced is not None:
-            reduced.add(self)
+            reduced.user = self
             return
         for module in tied_embeddings(model):
             if (place := self._places.of(module.weight)) is not None:
@@ -337,8 +335,8 @@ class Release:
         self._places.remove()
         _undo(self._handles)
         self._handles.clear()
-        if self._reduced is not None:
-            self._reduced.drop(self)
+        if self._reduced is not None and self._reduced.user is self:
+            self._reduced.user = None
         optimizer = self._optimizer()
         if optimizer is not None:
             releasing.pop(optimizer)
