@@ -77,7 +77,9 @@ def accumulate(
     """
     optimizers = _unwrapped(optimizer)
     _check_options(steps, model, normalize, dtype, in_pairs)
-    _check_optimizers(optimizers, dtype, normalize)
+    _check_sharded(optimizers, dtype)
+    _check_unowned(optimizers)
+    _check_disjoint(optimizers)
     return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
 
 
@@ -117,17 +119,7 @@ def _check_options(
         )
 
 
-def _check_optimizers(
-    optimizers: Sequence[Optimizer], dtype: torch.dtype | None, normalize: Normalize
-) -> None:
-    _check_sharded(optimizers, dtype, normalize)
-    _check_unowned(optimizers)
-    _check_disjoint(optimizers)
-
-
-def _check_sharded(
-    optimizers: Sequence[Optimizer], dtype: torch.dtype | None, normalize: Normalize
-) -> None:
+def _check_sharded(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
     """Raise for what cannot be done with gradients that are spread over ranks."""
     if not any(map(is_sharded, optimizers)):
         return

@@ -63,9 +63,7 @@ class Accumulation:
     @property
     def discarded(self) -> int:
         """Complete windows whose step did not happen, mostly because of an overflow."""
-        window = self._window
-        known = window.ready and window.steps_taken.are_all() and window.steps_taken.were_skipped()
-        return window.skipped + int(known)
+        return self._window.discarded()
 
     # ---- the loop
 
@@ -194,9 +192,11 @@ class Accumulation:
         """
         if not self.ready:
             raise RuntimeError("clip_grad_norm_() needs a complete window (accum.ready)")
-        self._window.repeat_divisions()
-        divisors = {division.divisor_of(optimizer) for optimizer in self._window.optimizers}
-        params = [p for optimizer in self._window.optimizers for p in params_of(optimizer)]
+        optimizers = self._window.optimizers
+        for optimizer in optimizers:
+            self._window.steps_taken.repeat_division(optimizer)
+        divisors = {division.divisor_of(optimizer) for optimizer in optimizers}
+        params = [param for optimizer in optimizers for param in params_of(optimizer)]
         grads = _C.collect_grads(params)
         divisor = divisors.pop()
         apart = any_dtensor(params) or is_watched() or not _C.fusable(grads)
@@ -209,7 +209,7 @@ class Accumulation:
         rounded = returned(wide, promoted(dtypes), float(norm_type), error_if_nonfinite)
         coefficient = max_norm / (norm + 1e-6)
         if not coefficient >= 1.0:
-            for optimizer in self._window.optimizers:
+            for optimizer in optimizers:
                 division.defer(optimizer, divisor / coefficient if coefficient else math.inf)
         return rounded
 

@@ -111,10 +111,13 @@ class Ranks:
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these numbers over all ranks; a collective."""
         exact = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        for group in self._groups:
-            dist.all_reduce(exact, group=group)
+        self._total(exact)
         found: list[float] = exact.tolist()
         return found
+
+    def _total(self, numbers: Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(numbers, group=group)
 
     def reduce(self) -> None:
         """Reduce the gradients of a window that ended early to their mean; a collective."""
@@ -161,11 +164,8 @@ class ShardedRanks(Ranks):
         if quiet:
             self._quiet.enter_context(self._optimizer.no_sync())
 
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        exact = torch.tensor(numbers, dtype=torch.float64)
-        self._optimizer.add_up(exact)
-        found: list[float] = exact.tolist()
-        return found
+    def _total(self, numbers: Tensor) -> None:
+        self._optimizer.add_up(numbers)
 
     def reduce(self) -> None:
         self._optimizer.reduce()

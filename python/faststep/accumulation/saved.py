@@ -17,8 +17,7 @@ _NAMES = (
 
 def state_of(window: Window) -> dict[str, Any]:
     """Numbers, strings and tensors only; gradients as they are, not copied."""
-    over = window.ready and window.steps_taken.are_all()
-    ready = window.ready and not over
+    ready = window.ready and not window.steps_taken.are_all()
     open_window = bool(window.micro_step or ready)
     if window.micro_step and window.ranks.keeps_sums:
         raise RuntimeError(
@@ -38,7 +37,7 @@ def state_of(window: Window) -> dict[str, Any]:
         "divisors": divisors if ready else None,
         "windows": window.windows,
         "empty": window.empty,
-        "discarded": window.skipped + int(over and window.steps_taken.were_skipped()),
+        "discarded": window.discarded(),
         "gradients": grads,
     }
 

@@ -60,6 +60,11 @@ class Window:
         self.undo = weakref.finalize(self, _undo, self._hooks, self.sums)
         self.undo.atexit = False
 
+    def discarded(self) -> int:
+        """Complete windows whose step did not happen; with the last one, once steps were called."""
+        taken = self.steps_taken
+        return self.skipped + int(self.ready and taken.are_all() and taken.were_skipped())
+
     def named_params(self) -> list[tuple[str, Tensor]]:
         """All parameters with their names: those of the optimizers, then the model's others."""
         names = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
@@ -122,8 +127,11 @@ class Window:
 
     def begin_window(self) -> None:
         """Close the last window and start an empty one."""
-        if self.micro_step == 0:
-            self._check_cleared()
+        if self.micro_step == 0 and any(mark.change() is None for mark in self._marks):
+            raise RuntimeError(
+                "a new accumulation window begins, but the gradients of the last one are still "
+                "there: call optimizer.zero_grad() after the step"
+            )
         self._marks.clear()
         self.close()
         if self.sums is not None:
@@ -207,19 +215,15 @@ class Window:
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise TypeError(f"accumulate() cannot add up the sparse gradient of {name}")
         for param in used:
-            if param.grad is None:
-                self._start_with_zeros(param)
+            if param.grad is None:  # only other ranks have used it
+                zeros = torch.zeros_like(param, requires_grad=False)
+                if self.sums is None or not self.sums.put(param, zeros):
+                    param.grad = zeros
         world = float(self.ranks.world)
         divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize]
         sums = [param.grad for param in used if param.grad is not None]
         self.ranks.add_up(sums)
         return divisor
-
-    def _start_with_zeros(self, param: Tensor) -> None:
-        """A gradient for a parameter that only other ranks have used."""
-        zeros = torch.zeros_like(param, requires_grad=False)
-        if self.sums is None or not self.sums.put(param, zeros):
-            param.grad = zeros
 
     # ---- between windows
 
@@ -276,13 +280,6 @@ class Window:
                     "true; after install() clip with max_grad_norm= of the optimizer"
                 )
 
-    def _check_cleared(self) -> None:
-        if any(mark.change() is None for mark in self._marks):
-            raise RuntimeError(
-                "a new accumulation window begins, but the gradients of the last one are still "
-                "there: call optimizer.zero_grad() after the step"
-            )
-
     # ---- the optimizers' step
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -301,11 +298,6 @@ class Window:
         if not closure:
             self.steps_taken.repeat_division(optimizer)
         division.check(optimizer)
-
-    def repeat_divisions(self) -> None:
-        """Register the divisions again, for optimizers whose last step left the sum in `.grad`."""
-        for optimizer in self.optimizers:
-            self.steps_taken.repeat_division(optimizer)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note what the step of a complete window did."""

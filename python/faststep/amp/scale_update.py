@@ -80,13 +80,9 @@ class ScaleUpdate:
         return low, high
 
     def _update_in_c(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        hysteresis_tracker: Tensor | None,
-        found_inf: Tensor,
+        self, scale: Tensor, growth_tracker: Tensor, hysteresis: Tensor | None, found_inf: Tensor
     ) -> None:
-        written = scale, growth_tracker, hysteresis_tracker
+        written = scale, growth_tracker, hysteresis
         _C.update_scale(*written, found_inf, *self._factors, self.hysteresis, *self._bounds)
         increment_version([one for one in written if one is not None])
 
@@ -98,8 +94,7 @@ class ScaleUpdate:
         hysteresis_tracker: Tensor | None,
         found_inf: Tensor,
     ) -> None:
-        # Products in double, as in torch's kernel and in C; MPS has no double.
-        wide = scale if scale.device.type == "mps" else scale.double()
+        wide = scale.double()  # for products, as in torch's kernel and in C
         overflow = found_inf != 0
         successful = growth_tracker + 1
         grows = ~overflow & (successful == self.growth_interval)

@@ -96,7 +96,10 @@ def _unscale_shards(
     try:
         lists = _parts_by_device(params, allow_fp16)
         for device, parts in lists.items():
-            flags[device] = _look_at_parts(parts, inv_scale, found_inf)
+            if device.type == "cuda":  # multiplies as well
+                flags |= _unscale_on_devices(parts, inv_scale, found_inf, True) or {}
+            else:
+                flags[device] = _flag_on(found_inf, _HOST, _C.measure(parts, 1.0)[1])
     except (TypeError, ValueError) as error:
         failure = error
     overflow = found_inf.clone()
@@ -116,10 +119,12 @@ def _unscale_shards(
     if failure is not None:
         return None
     for parts in lists.values():
-        _scale_parts(parts, inv_scale)
+        if not parts[0].is_cuda and (factor := inv_scale.item()) != 1.0:
+            _C.scale(parts, factor)
+            increment_version(parts)
     increment_version([p.grad for p in params if p.grad is not None and is_dtensor(p.grad)])
     if not flags and bool(agreed.grads):  # of the other ranks
-        flags[_device_of(params)] = found_inf
+        flags[part_of(params[0]).device] = found_inf
     return {
         device: agreed.found.ne(0.0).to(device=device, dtype=torch.float32, non_blocking=True)
         for device in flags
@@ -151,27 +156,6 @@ def _parts_by_device(params: list[Tensor], allow_fp16: bool) -> dict[torch.devic
             )
         lists[part.device].append(part)
     return lists
-
-
-def _look_at_parts(parts: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """The flag of this rank for the parts on one device; a CUDA device multiplies as well."""
-    if parts[0].is_cuda:
-        flags = _unscale_on_devices(parts, inv_scale, found_inf, True) or {}
-        return next(iter(flags.values()))
-    _, overflow = _C.measure(parts, 1.0)
-    return _flag_on(found_inf, _HOST, overflow)
-
-
-def _scale_parts(parts: list[Tensor], inv_scale: Tensor) -> None:
-    """Multiply parts in host memory, which have only been looked at."""
-    if parts[0].is_cuda or (factor := inv_scale.item()) == 1.0:
-        return
-    _C.scale(parts, factor)
-    increment_version(parts)
-
-
-def _device_of(params: list[Tensor]) -> torch.device:
-    return part_of(params[0]).device
 
 
 def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:

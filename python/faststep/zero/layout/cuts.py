@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
+from ...optim.param_shards import CHUNK
+
 TOGETHER = 4  # parameters of a module: weights and biases
 ALIGNMENT = 128  # bytes between the starts of parameters are a multiple of this
 

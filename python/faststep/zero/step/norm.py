@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ... import _C
 from ..._devices import ordinal_of
+from ...optim.param_shards import CHUNK
 from ...optim.plan_step import on_device
-from ..layout.cuts import CHUNK, chunks_in
+from ..layout.cuts import chunks_in
 from ..layout.slots import Slot
 from ..transport.group import Group
 
