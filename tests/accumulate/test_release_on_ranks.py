@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import time
 import weakref
 from typing import Any
@@ -207,3 +209,22 @@ def test_the_module_inside_is_refused(rank: int, world: int) -> None:
     assert all(p.grad is None for p in alone.parameters())
     release.remove()
     assert len(found) == 3
+
+
+@on_ranks(2, how=("saved", "copied"))
+def test_a_copy_of_the_model_is_not_released(rank: int, world: int, how: str) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
+    release = faststep.release_gradients(model, optimizer)
+    if how == "copied":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    for one in (other, model):
+        one(torch.full((1, 3), 1.0 + rank)).sum().backward()
+    assert torch.equal(other.module.weight.grad, torch.full((2, 3), 1.5))
+    assert model.module.weight.grad is None
+    release.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import faststep
 from faststep import zero
-from ranks import on_ranks
+from ranks import assert_alike, on_ranks
 
 from .common import differences
 
@@ -86,3 +88,21 @@ def test_the_bits_of_ddp(rank: int, world: int, case: str) -> None:
     else:
         assert [one, one] == others
         assert differences(*zip(*pairs, strict=True)) == []
+
+
+@on_ranks(2, how=("saved", "copied"))
+def test_a_copy_of_the_model_reduces_by_itself(rank: int, world: int, how: str) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=0.1))
+    if how == "copied":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    for one in (other, model):
+        one(torch.full((1, 3), 1.0 + rank)).sum().backward()
+    assert torch.equal(other.module.weight.grad, torch.full((2, 3), 1.5))
+    optimizer.step()
+    assert_alike(list(model.parameters()))

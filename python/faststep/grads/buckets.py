@@ -64,7 +64,10 @@ class Reduced:
         self._params: Hooked[None] = Hooked()
         for param in _reduced_params(model):
             self._params.add(param, None)
-        model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+        model.register_comm_hook(self, _reduce)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reduced.__new__, (Reduced,)  # a model that is loaded reduces by itself
 
     @staticmethod
     def of(model: DistributedDataParallel, wanted_by: str) -> Reduced:
@@ -100,7 +103,7 @@ class Reduced:
     def user(self, user: User | None) -> None:
         self._user = None if user is None else weakref.ref(user)
 
-    def _reduce(self, bucket: Any) -> Future[Tensor]:
+    def reduce(self, bucket: Any) -> Future[Tensor]:
         """The mean over the ranks, as without a hook."""
         values = bucket.buffer().mul_(self._factor)
         work = dist.all_reduce(values, group=self._group, async_op=True)
@@ -119,6 +122,10 @@ class Reduced:
 
         reduced: Future[Tensor] = work.get_future().then(use)
         return reduced
+
+
+def _reduce(reduced, bucket):  # type: ignore[no-untyped-def] # torch compares annotations
+    return reduced.reduce(bucket)
 
 
 def _pairs_of(bucket: Any) -> list[tuple[Tensor, Tensor]]:

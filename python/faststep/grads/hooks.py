@@ -18,20 +18,31 @@ _Entry = TypeVar("_Entry")
 _Result = TypeVar("_Result")
 
 
+class _Weakly:
+    """See `weakly`."""
+
+    def __init__(self, method: Any = None) -> None:
+        self._owner = None if method is None else weakref.ref(method.__self__)
+        self._function: Any = getattr(method, "__func__", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Weakly, ()
+
+    def __deepcopy__(self, _: Any) -> _Weakly:
+        return self
+
+    @disable_dynamo
+    def __call__(self, *args: Any) -> Any:
+        owner = None if self._owner is None else self._owner()
+        return None if owner is None else self._function(owner, *args)
+
+
 def weakly(method: Callable[..., _Result]) -> Callable[..., _Result | None]:
     """A hook that calls a method while its object lives, and does not keep that alive.
 
-    torch.compile calls it and does not look into it.
+    torch.compile calls it and does not look into it. Of a model that was saved it does nothing.
     """
-    bound: Any = method
-    find, function = weakref.ref(bound.__self__), bound.__func__
-
-    @disable_dynamo
-    def call(*args: Any) -> Any:
-        owner = find()
-        return None if owner is None else function(owner, *args)
-
-    return call
+    return _Weakly(method)
 
 
 class _Known(Generic[_Entry]):

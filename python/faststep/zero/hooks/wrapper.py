@@ -62,8 +62,8 @@ class Wrapper:
         model.register_forward_hook(weakly(self._after), always_call=True)
 
     def _before(self, model: DistributedDataParallel, *_: Any) -> None:
-        if not self._gradients:  # their optimizers are gone: the model reduces again
-            return
+        if not self._gradients or model is not self._model():
+            return  # their optimizers are gone, or it is a copy: the model reduces by itself
         self._wants_sync = torch.is_grad_enabled() and model.require_backward_grad_sync
         if not torch.is_grad_enabled():
             return
@@ -76,6 +76,8 @@ class Wrapper:
                 gradients.keep_local()
 
     def _after(self, model: DistributedDataParallel, *_: Any) -> None:
+        if model is not self._model():
+            return
         if torch.is_grad_enabled() and self._gradients:
             model.require_backward_grad_sync = self._wants_sync
             model.require_forward_param_sync = self._wants_sync
