@@ -221,18 +221,3 @@ def test_a_worker_gets_no_copy_of_the_memory() -> None:
     anyway = grown(made)
     assert grown(freeze(paths).__getitem__) - anyway < 4_000_000
     assert grown(paths.__getitem__) - anyway > 8_000_000
-
-
-def test_a_write_that_stops_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux writes less than it is asked for above 2 GiB, and where memory is short."""
-    write = os.write
-
-    def part(file: int, data: Any) -> int:
-        return write(file, memoryview(data).cast("B")[:24])
-
-    monkeypatch.setattr(os, "write", part)
-    numbers, texts = list(range(100)), [f"text {i}" for i in range(100)]
-    frozen = freeze({"numbers": numbers, "texts": texts})
-    monkeypatch.undo()
-    assert list(frozen["numbers"]) == numbers
-    assert list(frozen["texts"]) == texts

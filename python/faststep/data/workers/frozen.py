@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import pickle
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
-from typing import Any, overload
-from zlib import crc32
+from itertools import accumulate
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple, overload
 
-from .frozen_memory import WORD, FrozenItems, FrozenMemory, Writer, reader_of
+WORD = 8  # bytes
 
 
 def freeze(obj: object) -> FrozenList | FrozenDict:
@@ -31,50 +36,147 @@ def freeze(obj: object) -> FrozenList | FrozenDict:
         TypeError: `obj`, a key or an item is of a type that cannot be frozen; says where.
         OSError: there is no memory.
     """
-    if type(obj) not in (list, tuple, dict):
-        raise TypeError(f"freeze() takes a list, tuple or dict, not {type(obj).__name__}")
-    writer = Writer()
-    try:
-        spec = _write(writer, obj, "obj")
-        memory = writer.finish()
-    except BaseException:
-        writer.close()
-        raise
-    kind, *stored = spec
-    return FrozenDict(memory, *stored) if kind is dict else FrozenList(memory, stored[0], kind)
-
-
-def _write(writer: Writer, obj: Any, name: str) -> tuple[Any, ...]:
-    """Writes a list, tuple or dict; returns its type and what was written."""
-    if type(obj) is not dict:
-        return type(obj), writer.write_items(obj, name)
+    kind, content = type(obj), bytearray()
+    if not isinstance(obj, (list, tuple, dict)) or kind not in (list, tuple, dict):
+        raise TypeError(f"freeze() takes a list, tuple or dict, not {kind.__name__}")
+    if not isinstance(obj, dict):
+        stored = _write_items(content, obj, "obj")
+        return FrozenList(FrozenMemory.of_bytes(content), stored, kind)
     kinds = set(map(type, obj))
     if not kinds <= {str} and not kinds <= {bytes} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise TypeError(f"the keys of {name} must all be str, bytes or int to be frozen: {names}")
-    keys = writer.write_items(list(obj), f"the keys of {name}")
-    places = _hash_table(obj)
-    table = FrozenItems("int", len(places), writer.write(places))
-    return dict, keys, table, writer.write_items(list(obj.values()), f"the values of {name}")
+        raise TypeError(f"the keys of obj must all be str, bytes or int to be frozen: {names}")
+    keys = [*obj]
+    ranked = array("q", sorted(range(len(keys)), key=keys.__getitem__))
+    parts = (
+        _write_items(content, keys, "the keys of obj"),
+        _write_items(content, ranked, "obj"),
+        _write_items(content, [*obj.values()], "the values of obj"),
+    )
+    return FrozenDict(FrozenMemory.of_bytes(content), *parts)
 
 
-def _hash(key: Any) -> int:
-    """The same in every process, unlike Python's own."""
-    if isinstance(key, str):
-        return crc32(key.encode("utf-8", "surrogatepass"))
-    return crc32(key if isinstance(key, bytes) else str(int(key)).encode())
+class FrozenMemory:
+    """The mapped content of an anonymous file.
+
+    A forked worker has it, one that is started otherwise gets the file, any other copy its bytes.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.content = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ))
+        self._file = file  # its own from here on: where mapping it fails the caller closes it
+
+    @classmethod
+    def of_worker(cls, file: Any) -> FrozenMemory:
+        return cls(file.detach())
+
+    @classmethod
+    def of_bytes(cls, content: bytes | bytearray) -> FrozenMemory:
+        file = os.memfd_create("faststep-frozen")
+        try:
+            with open(file, "wb", closefd=False) as out:
+                out.write(content or b"\0")  # what is empty cannot be mapped
+            return cls(file)
+        except BaseException:
+            os.close(file)
+            raise
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if get_spawning_popen() is not None:
+            return FrozenMemory.of_worker, (DupFd(self._file),)
+        return FrozenMemory.of_bytes, (bytes(self.content),)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)  # the mapping stays as long as views of it
 
 
-def _hash_table(keys: Any) -> array[int]:
-    """Places of keys, by hash; -1 where there is none. At least a third is free."""
-    size = 1 << (len(keys) * 3 // 2).bit_length()
-    table = array("q", [-1]) * size
-    for place, key in enumerate(keys):
-        at = _hash(key) % size
-        while table[at] >= 0:
-            at = (at + 1) % size
-        table[at] = place
-    return table
+class FrozenItems(NamedTuple):
+    """Where the items of a list are in frozen memory.
+
+    Args:
+        kind: "q" or "d" for numbers, as in `array`; "str", "bytes" or "object".
+        length: items.
+        data: where they begin.
+        ends: for items of different sizes, where it is said where each one ends.
+        prefix, suffix: what all texts begin with, and end with, which is not in the memory.
+    """
+
+    kind: str
+    length: int
+    data: int
+    ends: int = 0
+    prefix: bytes = b""
+    suffix: bytes = b""
+
+
+def _write_items(content: bytearray, items: Sequence[Any], name: str) -> FrozenItems:
+    """Appends the items to the content of new memory.
+
+    Raises:
+        TypeError: an item cannot be pickled; says which.
+    """
+    kinds, length, data = set(map(type, items)), len(items), len(content)
+    kind = kinds.pop() if len(kinds) == 1 else object
+    is_int = kind is int and all(-(1 << 63) <= item < 1 << 63 for item in items)
+    if is_int or kind is float:
+        code = "q" if is_int else "d"
+        content += memoryview(array(code, items)).cast("B")
+        return FrozenItems(code, length, data)
+    prefix = suffix = b""
+    if kind in (str, bytes):
+        items, prefix, suffix = _without_shared_ends(items)
+        encoded = [*map(_encoded, items)]
+    else:
+        kind, encoded = object, [_pickled(item, name, i) for i, item in enumerate(items)]
+    content += b"".join(encoded)
+    ends = len(content)
+    content += memoryview(array("q", accumulate(map(len, encoded)))).cast("B")
+    return FrozenItems(kind.__name__, length, data, ends, prefix, suffix)
+
+
+def _without_shared_ends(texts: Sequence[Any]) -> tuple[list[Any], bytes, bytes]:
+    """Some str or bytes without what all have in common, as paths have a root and an ending."""
+    prefix = _common_beginning(texts)
+    rest = [text[len(prefix) :] for text in texts]
+    suffix = _common_beginning([text[::-1] for text in rest])[::-1]
+    return [t[: len(t) - len(suffix)] for t in rest], _encoded(prefix), _encoded(suffix)
+
+
+def _common_beginning(texts: Sequence[Any]) -> Any:
+    first, last = min(texts), max(texts)
+    both = enumerate(zip(first, last, strict=False))
+    return first[: next((i for i, (a, b) in both if a != b), len(first))]
+
+
+def _encoded(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+
+
+def _pickled(item: object, name: str, index: int) -> bytes:
+    try:
+        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(f"{name}[{index}] cannot be frozen: {error}") from error
+
+
+def _reader_of(memory: FrozenMemory, stored: FrozenItems) -> Callable[[int], Any]:
+    """A function that returns the item at a place of a stored list."""
+    content, size = memory.content, stored.length * WORD
+    if stored.kind in ("q", "d"):
+        return content[stored.data : stored.data + size].cast(stored.kind).__getitem__  # type: ignore[call-overload, no-any-return]
+    ends = content[stored.ends : stored.ends + size].cast("q")
+    start, shared = stored.data, stored.prefix or stored.suffix
+
+    def item_bytes(index: int) -> Any:
+        item = content[start + (ends[index - 1] if index else 0) : start + ends[index]]
+        return b"".join((stored.prefix, item, stored.suffix)) if shared else item
+
+    if stored.kind == "str":
+        return lambda index: str(item_bytes(index), "utf-8", "surrogatepass")
+    if stored.kind == "bytes":
+        return lambda index: bytes(item_bytes(index))
+    return lambda index: pickle.loads(item_bytes(index))
 
 
 class _Frozen:
@@ -93,7 +195,7 @@ class FrozenList(_Frozen, Sequence[Any]):
     ) -> None:
         self._spec = memory, stored, kind
         self._places = range(stored.length) if places is None else places
-        self._item = reader_of(memory, stored)
+        self._item = _reader_of(memory, stored)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -133,42 +235,31 @@ class FrozenList(_Frozen, Sequence[Any]):
 
 
 class FrozenDict(_Frozen, Mapping[Any, Any]):
-    """A dict in frozen memory, in the order of its keys; equal to one with the same items."""
+    """A dict in frozen memory, in the order of its keys; equal to one with the same items.
+
+    Args:
+        keys, values: in the order of the dict.
+        ranked: the places of the keys from the lowest to the highest.
+    """
 
     def __init__(
-        self, memory: FrozenMemory, keys: FrozenItems, table: FrozenItems, values: FrozenItems
+        self, memory: FrozenMemory, keys: FrozenItems, ranked: FrozenItems, values: FrozenItems
     ) -> None:
-        self._spec = memory, keys, table, values
-        self._key = reader_of(memory, keys)
-        self._value = reader_of(memory, values)
-        self._table = memory.content[table.data : table.data + table.length * WORD].cast("q")
+        self._spec = memory, keys, ranked, values
+        self._key, self._ranked, self._value = (_reader_of(memory, s) for s in self._spec[1:])
 
     def __len__(self) -> int:
         return self._spec[1].length
 
     def __getitem__(self, key: object) -> Any:
-        place = self._place(key)
-        if place < 0:
+        hash(key)  # unhashable ones are errors, as in a dict
+        try:
+            rank = bisect_left(range(len(self)), key, key=lambda i: self._key(self._ranked(i)))  # type: ignore[call-overload]
+        except TypeError:  # it has no place among the keys
+            raise KeyError(key) from None
+        if rank == len(self) or self._key(place := self._ranked(rank)) != key:
             raise KeyError(key)
         return self._value(place)
-
-    def _place(self, key: object) -> int:
-        """Where the key is; -1 if it is not there."""
-        hash(key)  # unhashable ones are errors, as in a dict
-        if not isinstance(key, (str, bytes, int)):
-            if not isinstance(key, Integral) and not (isinstance(key, float) and key.is_integer()):
-                return -1
-            key = int(key)  # NumPy's integers, too, equal an int and have its hash
-        size = len(self._table)
-        at = _hash(key) % size
-        while (place := self._table[at]) >= 0:
-            if self._key(place) == key:
-                return place
-            at = (at + 1) % size
-        return -1
-
-    def __contains__(self, key: object) -> bool:
-        return self._place(key) >= 0
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._key, range(len(self)))
