@@ -16,6 +16,7 @@ from faststep.data import ArrayDataset, DataLoader, FormatError
 from faststep.data.formats import HDF5Dataset
 
 from .torch_and_ours import assert_same, child, plain, side_by_side
+from .written import times_open
 
 h5py = pytest.importorskip("h5py")
 ROWS = 100
@@ -112,8 +113,7 @@ def test_threads_and_forks_have_their_own(tmp_path: Path) -> None:
     data = write(tmp_path / "x", chunks=True)
     checked = []
 
-    def parents() -> Any:
-        """The file that this process had open for a dataset that is gone."""
+    def parents() -> None:
         dataset = HDF5Dataset(tmp_path / "x")
 
         def read() -> None:
@@ -130,9 +130,9 @@ def test_threads_and_forks_have_their_own(tmp_path: Path) -> None:
 
         child(work)
         assert dataset._handle() is opened
-        return opened
 
-    assert not parents()  # closed with it
+    parents()
+    assert times_open(tmp_path / "x") == 0  # closed with the dataset
     assert len(checked) == 60
 
 

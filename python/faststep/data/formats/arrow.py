@@ -80,10 +80,6 @@ class ArrowDataset(GroupedDataset):
         check_unchanged(self.path, self._form, _form(batches, columns, self.path))
         return batches, OrderedDict()
 
-    @staticmethod
-    def _close_handle(handle: Handle) -> None:
-        handle[1].clear()  # the file is unmapped when the last array over it is gone
-
     def _read_group(self, handle: Handle, group: int) -> Handle:
         return handle.get(group).select(self.columns)
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -24,24 +25,13 @@ _living: weakref.WeakSet[FileDataset] = weakref.WeakSet()
 _left_behind: list[object] = []
 
 
-def _close_all(handles: dict[int, object], close: Callable[[object], None]) -> None:
-    while handles:
-        close(handles.popitem()[1])
-
-
-def _close_one(handles: dict[int, object], key: int, close: Callable[[object], None]) -> None:
-    handle = handles.pop(key, None)
-    if handle is not None:
-        close(handle)
-
-
 def _drop_old(newest: FileDataset) -> None:
     """Let go of what was opened first, beyond MOST_OPEN; a thread that reads it ends that first."""
     _opened.append(weakref.ref(newest))
     while len(_opened) > MOST_OPEN:
         dataset = _opened.popleft()()
         if dataset is not None and dataset is not newest:
-            dataset._handles.clear()
+            dataset.close()
 
 
 def located(ends: Sequence[int], place: int) -> tuple[int, int]:
@@ -66,10 +56,6 @@ def one_of_few(files: OrderedDict[int, Any], number: int, opened: Callable[[int]
     return files[number]
 
 
-class _Presence:
-    """Ends with the thread that has it."""
-
-
 class FileDataset(Dataset[Any]):
     """Samples in a file that is opened on first use, in each process for itself.
 
@@ -77,57 +63,40 @@ class FileDataset(Dataset[Any]):
     it, as does the end of the dataset or of the program, and that of a thread for what it alone
     has open; the next use opens it again.
 
-    Subclasses define `_open_handle` and `_close_handle`, and set `per_thread` where the library
-    does not let threads share what it opens.
+    Subclasses define `_open_handle`, whose result closes when nothing refers to it, and set
+    `per_thread` where the library does not let threads share what it opens.
     """
 
     per_thread = False
-    # Whether what is open closes when its last reader lets go, so that old ones may be dropped.
-    may_be_dropped = False
+    is_scarce = False  # whether a process may have only few open at a time
 
     def __init__(self, path: PathLike) -> None:
         self.path = os.fspath(path)
         self._prepare()
-        _living.add(self)
 
     def _prepare(self) -> None:
         self._lock = threading.Lock()
-        self._own = threading.local()
-        self._handles: dict[int, object] = {}
-        self._end = weakref.finalize(self, _close_all, self._handles, self._close_handle)
+        self.close()
+        _living.add(self)
 
     def _open_handle(self) -> object:
         raise NotImplementedError
 
-    @staticmethod
-    def _close_handle(handle: Handle) -> None:
-        handle.close()
-
     def _handle(self) -> Handle:
-        key = threading.get_ident() if self.per_thread else 0
-        handle = self._handles.get(key)
+        own = self._own
+        handle = getattr(own, "handle", None)
         if handle is None:
             with self._lock:
-                handle = self._handles.get(key)
+                handle = getattr(own, "handle", None)
                 if handle is None:
-                    handle = self._handles[key] = self._open_handle()
-                    if self.may_be_dropped:
+                    handle = own.handle = self._open_handle()
+                    if self.is_scarce:
                         _drop_old(self)
-                    if self.per_thread and not hasattr(self._own, "presence"):
-                        self._close_with_thread(key)
         return handle
 
-    def _close_with_thread(self, key: int) -> None:
-        self._own.presence = _Presence()
-        end = weakref.finalize(
-            self._own.presence, _close_one, self._handles, key, self._close_handle
-        )
-        end.atexit = False  # what is open then is closed by `_end`
-
     def close(self) -> None:
-        """Closes the file in this process. The next use opens it again."""
-        with self._lock:
-            _close_all(self._handles, self._close_handle)
+        """Closes the file in this process, once nobody reads it. The next use opens it again."""
+        self._own: Any = threading.local() if self.per_thread else SimpleNamespace()
 
     def __enter__(self) -> object:
         return self
@@ -136,18 +105,10 @@ class FileDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> State:
-        own = ("_lock", "_own", "_handles", "_end")
-        return {k: v for k, v in vars(self).items() if k not in own}
+        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_own")}
 
     def __setstate__(self, state: State) -> None:
         vars(self).update(state)
-        self._prepare()
-        _living.add(self)
-
-    def _leave_behind(self) -> None:
-        _left_behind.extend(self._handles.values())
-        self._handles.clear()
-        self._end.detach()
         self._prepare()
 
 
@@ -217,11 +178,6 @@ class RangeDataset(IndexedDataset):
     def _open_handle(self) -> object:
         return OrderedDict()
 
-    @staticmethod
-    def _close_handle(handle: Handle) -> None:
-        while handle:
-            handle.popitem()[1].close()
-
     def _bytes(self, number: int, start: int, length: int) -> bytes:
         """A range of the file with this number."""
         path = self.paths[number]
@@ -235,7 +191,8 @@ class RangeDataset(IndexedDataset):
 
 def _after_fork() -> None:
     for dataset in list(_living):
-        dataset._leave_behind()
+        _left_behind.append(dataset._own)
+        dataset._prepare()
 
 
 os.register_at_fork(after_in_child=_after_fork)

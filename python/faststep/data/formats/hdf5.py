@@ -69,7 +69,7 @@ class HDF5Dataset(IndexedDataset):
         ImportError: h5py is not installed.
     """
 
-    may_be_dropped = True
+    is_scarce = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -19,45 +20,17 @@ MAGIC = 0xBEEFC0DE
 DATABASE = 48  # bytes of a record that is a database
 
 # A process may open an environment once only: datasets of the same path share it.
-_open: dict[str, tuple[Handle, int]] = {}
+_open: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-
-
-def _acquire(path: str) -> Handle:
-    lmdb = library("lmdb", "lmdb")
-    with _lock:
-        environment, users = _open.get(path, (None, 0))
-        if environment is None:
-            with naming(path, lmdb.Error):
-                environment = lmdb.open(
-                    path,
-                    subdir=os.path.isdir(path),
-                    readonly=True,
-                    lock=False,  # no table of readers, whose slots forks would spoil
-                    readahead=False,
-                    meminit=False,
-                    max_dbs=1,  # to see whether a record is a database
-                )
-        _open[path] = environment, users + 1
-        return environment
-
-
-def _release(path: str) -> None:
-    with _lock:
-        environment, users = _open[path]
-        if users > 1:
-            _open[path] = environment, users - 1
-        else:
-            del _open[path]
-            environment.close()
 
 
 def _after_fork() -> None:
     """In a child, lmdb refuses to open what its parent has open; without locks it may be closed."""
     global _lock
     _lock = threading.Lock()
-    while _open:
-        _open.popitem()[1][0].close()
+    for environment in [*_open.values()]:
+        environment.close()
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -99,16 +72,25 @@ class LMDBDataset(IndexedDataset):
         self._keys = b"".join(chosen)
 
     def _open_handle(self) -> object:
-        return _acquire(self.path), self.path
-
-    @staticmethod
-    def _close_handle(handle: Handle) -> None:
-        _release(handle[1])
+        lmdb = library("lmdb", "lmdb")
+        with _lock, naming(self.path, lmdb.Error):
+            environment = _open.get(self.path)
+            if environment is None:
+                environment = _open[self.path] = lmdb.open(
+                    self.path,
+                    subdir=os.path.isdir(self.path),
+                    readonly=True,
+                    lock=False,  # no table of readers, whose slots forks would spoil
+                    readahead=False,
+                    meminit=False,
+                    max_dbs=1,  # to see whether a record is a database
+                )
+            return environment
 
     def _all_keys(self) -> list[bytes]:
         with (
             naming(self.path, library("lmdb", "lmdb").Error),
-            self._handle()[0].begin(buffers=True) as transaction,
+            self._handle().begin(buffers=True) as transaction,
             transaction.cursor() as cursor,
         ):
             keys = []
@@ -121,7 +103,7 @@ class LMDBDataset(IndexedDataset):
         if len(value) != DATABASE:
             return
         with contextlib.suppress(library("lmdb", "lmdb").Error), _lock:
-            self._handle()[0].open_db(key, txn=transaction, create=False)
+            self._handle().open_db(key, txn=transaction, create=False)
             raise FormatError(
                 f"{self.path} holds named databases ({key!r}), and only records of the main one "
                 "are read: copy one to an environment of its own"
@@ -139,7 +121,7 @@ class LMDBDataset(IndexedDataset):
         lmdb = library("lmdb", "lmdb")
         keys = [self.key(place) for place in places]
         values = []
-        with naming(self.path, lmdb.Error), self._handle()[0].begin() as transaction:
+        with naming(self.path, lmdb.Error), self._handle().begin() as transaction:
             for place, key in zip(places, keys, strict=True):
                 with naming(f"{self.path}: record {place}, key {key!r}", lmdb.Error):
                     value = transaction.get(key)

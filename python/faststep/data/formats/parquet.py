@@ -62,11 +62,6 @@ class ParquetDataset(GroupedDataset):
     def _open_handle(self) -> object:
         return OrderedDict(), OrderedDict()
 
-    @staticmethod
-    def _close_handle(handle: Handle) -> None:
-        for file in handle[0].values():
-            file.close()
-
     def _read_group(self, handle: Handle, group: int) -> Handle:
         number, inside = located(self._file_ends, group)
         file = one_of_few(handle, number, self._unchanged)
