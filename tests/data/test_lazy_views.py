@@ -24,7 +24,7 @@ class Locked:
 
 
 def test_a_page_locked_block_stands_for_plain_tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_owners", [Locked()])
+    monkeypatch.setattr(copies, "memory_owners", [Locked()])
     for x in (torch.arange(6.0), torch.randn(6, dtype=torch.complex64)):
         same = page_locked(x)
         assert same is not None

@@ -22,7 +22,6 @@ from .order.of_sampler import order_of
 from .plain import MultiIterator, OwnWorkers, SingleIterator
 from .resume import states
 from .resume.loader_stand_in import keeps_seed
-from .resume.progress import EpochIterator
 from .stats import Metered, StageTimes
 from .transforms import Compose
 from .types import State, TorchOptions, Transform
@@ -291,7 +290,7 @@ def _path_of(loader: DataLoader[Any]) -> str:
     return _workers_of(loader).path if loader.num_workers else "torch"
 
 
-def _host_iterator(loader: DataLoader[Any]) -> EpochIterator:
+def _host_iterator(loader: DataLoader[Any]) -> Any:
     own, plan = loader._faststep, _plan_of(loader)
     state = own.resume
     own.epoch = 0
@@ -302,7 +301,7 @@ def _host_iterator(loader: DataLoader[Any]) -> EpochIterator:
     return iterator
 
 
-def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | None) -> EpochIterator:
+def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | None) -> Any:
     own = loader._faststep
     if not isinstance(plan, str):
         if own.slots is None:

@@ -96,10 +96,9 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
     def __init__(self, loader: Loader, state: State | None = None) -> None:
         stand_in = LoaderStandIn(loader, state)
         stand_in.load_into_dataset()
-        lending = buffering_collate(loader)
-        if lending is not None:
-            stand_in.collate_fn = lending
-        self._buffers = None if lending is None else lending.buffers
+        self._buffers = buffering_collate(loader)
+        if self._buffers is not None:
+            stand_in.collate_fn = self._buffers
         super().__init__(stand_in)
 
     def _begin(self, state: State, saved_workers: list[State] | None) -> None:

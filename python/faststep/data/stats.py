@@ -99,9 +99,9 @@ def _queued(iterator: object) -> int:
     """Batches that are loaded or being loaded for later."""
     if iterator is None:
         return 0
-    inner = getattr(iterator, "_batches", None)
-    own = getattr(iterator, "_tasks_outstanding", None)
-    return int(len(getattr(iterator, "_queue", ())) if own is None else own) + _queued(inner)
+    names = vars(iterator)
+    own: int = names.get("_tasks_outstanding", len(names.get("_queue", ())))
+    return own + _queued(names.get("_batches"))
 
 
 def _bytes_of(batch: Any) -> int | None:

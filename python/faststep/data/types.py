@@ -8,8 +8,6 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
-from .. import _C
-
 # What state_dict() gives: of a loader, a sampler, a dataset or a worker. Keys are torchdata's.
 State = dict[str, Any]
 CollateFn = Callable[[Any], Any]  # samples, in a list as a rule, to a batch
@@ -42,23 +40,11 @@ class TorchOptions(TypedDict, total=False):
     in_order: bool
 
 
-class LoaderExtras(Protocol):
-    """The attributes of a loader, beside torch's, that its iterators need."""
-
-    epoch: int
-    device: torch.device | None
-    prefetch_to_device: int
-    worker_method: str
-    snapshot_every_n_steps: int | None
-    skip_errors: bool
-    slots: _C.Slots | None
-
-
 class Loader(Protocol):
     """A DataLoader as its iterators see it: torch's attributes, and ours under one name."""
 
-    @property
-    def _faststep(self) -> LoaderExtras: ...
+    _faststep: Any  # Extras of options.py, which knows the iterators' parts
+
     @property
     def _index_sampler(self) -> Iterable[Any]: ...
 

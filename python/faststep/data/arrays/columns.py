@@ -86,14 +86,11 @@ class Column:
         is_there = self.watched.data_ptr() == self.address  # one that is not held moves with it
         return is_there and _place_of(self.watched) == _place_of(self.owner)
 
-    def has_form_of(self, other: Column) -> bool:
-        return (
-            self.prototype.dtype == other.prototype.dtype
-            and self.prototype.shape == other.prototype.shape
-            and self.conversion == other.conversion
-            and self.boundary == other.boundary
-            and self.floats == other.floats
-        )
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What is the same for all columns of one field."""
+        form = self.prototype
+        return form.dtype, form.shape, self.conversion, self.boundary, self.floats
 
 
 class ColumnDataset(Dataset[Any]):
@@ -114,17 +111,6 @@ class ColumnDataset(Dataset[Any]):
     def _reads_rows_as(cls) -> type:
         """The class that has `_columns`: a script's subclass of it may read in another way."""
         return next(kind for kind in cls.__mro__ if "_columns" in vars(kind))
-
-
-def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
-    """True if elements of `item` units lie one after another."""
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 0:
-            return True
-        if size > 1 and stride != item:
-            return 0 in shape
-        item *= size
-    return True
 
 
 def column_of(array: object, name: str) -> Column:
@@ -175,7 +161,7 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
         why = "is a conjugated or negated view"
     elif tensor.dim() == 0:
         why = "has no rows"
-    elif not is_packed(tuple(tensor.shape[1:]), tensor.stride()[1:], 1):
+    elif not tensor[:1].is_contiguous():
         why = f"has rows that are not contiguous (strides {tensor.stride()})"
     elif not _fits_in_storage(tensor):
         why = "has a storage that is too small for it"
@@ -207,7 +193,7 @@ def _fits_in_storage(tensor: torch.Tensor) -> bool:
 def _of_numpy(numpy: Any, array: Array, name: str) -> Column:
     if array.ndim == 0:
         raise NotArrays(f"{name} has no rows")
-    if not is_packed(array.shape[1:], array.strides[1:], array.itemsize):
+    if not array[:1].flags.c_contiguous:
         raise NotArrays(f"{name} has rows that are not contiguous (strides {array.strides})")
     prototype = torch.from_numpy(numpy.empty((0, *array.shape[1:]), array.dtype))
     base, mapped = array, False

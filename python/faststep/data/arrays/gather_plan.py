@@ -152,7 +152,7 @@ class Plan:
         elif structure != self.structure:
             raise NotArrays(f"{name} has samples of another structure than the datasets before")
         for field, column, form in zip(names, columns, self.forms, strict=True):
-            if not column.has_form_of(form):
+            if column.form != form.form:
                 raise NotArrays(f"{name}.{field} has another shape or type than in those before")
         self.mapped |= any(column.mapped for column in columns)
         self._columns += columns

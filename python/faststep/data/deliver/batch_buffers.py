@@ -62,7 +62,7 @@ class BatchBuffers:
     """
 
     def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
-        self._take = take
+        self.take = take
         self._batches: dict[int, torch.Tensor] = {}  # those that are lent, by address
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class BatchBuffers:
         if not count:
             return None
         try:
-            memory = self._take(count * dtype.itemsize)
+            memory = self.take(count * dtype.itemsize)
         except MemoryError:  # torch's way to collate has its own memory, and its own error
             return None
         batch = tensor_over(memory, dtype, 0, shape, stride)
@@ -122,6 +122,10 @@ class BatchBuffers:
         """torch's function for a list of tensors."""
         whole = self.whole(rows)
         return collate_tensors(rows) if whole is None else whole
+
+    def __call__(self, samples: object) -> object:
+        """torch's default_collate, where samples may be rows of a batch that was lent."""
+        return collate_stacking_by(self.stack)(samples)
 
 
 class BufferRows:
@@ -186,32 +190,12 @@ def new_rows(count: int, channels_last: bool = False) -> BufferRows | None:
     return None if buffers is None else BufferRows(buffers, count, channels_last)
 
 
-class BufferCollate:
-    """torch's default_collate, where samples may be rows of a batch that was lent.
-
-    Args:
-        take: as for BatchBuffers.
-    """
-
-    def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
-        self._take = take
-        self.buffers = BatchBuffers(take)
-        self._collate = collate_stacking_by(self.buffers.stack)
-
-    def __call__(self, samples: object) -> object:
-        return self._collate(samples)
-
-    def for_thread(self) -> BufferCollate:
-        """Another one, of the same memory, for another thread."""
-        return BufferCollate(self._take)
-
-
 def buffering_by(buffers: BatchBuffers | None) -> contextlib.AbstractContextManager[None]:
     """`buffers.lending()`, or nothing where there is none."""
     return contextlib.nullcontext() if buffers is None else buffers.lending()
 
 
-def buffering_collate(loader: Loader) -> BufferCollate | None:
+def buffering_collate(loader: Loader) -> BatchBuffers | None:
     """The collate function that lends memory, for a loader without worker processes.
 
     None if nothing would be lent. Only datasets with a true `fills_rows`, and torch's Subsets of
@@ -230,4 +214,4 @@ def buffering_collate(loader: Loader) -> BufferCollate | None:
     slots: _C.Slots = own.slots
     slots.keep(3 + asked_ahead(loader))
     form = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return BufferCollate(lambda size: slots.empty(form, size))
+    return BatchBuffers(lambda size: slots.empty(form, size))

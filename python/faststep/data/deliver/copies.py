@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, 
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as shallow_copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -120,19 +120,9 @@ class CudaStreams(HostStreams):
         return pinned.to(self.device, non_blocking=True)
 
 
-class OwnsLockedMemory(Protocol):
-    """Has memory with two mappings, one of which is page-locked."""
-
-    def locked(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
-        """The bytes of a storage where they are page-locked; None if they are not."""
-
-
-_owners: weakref.WeakSet[OwnsLockedMemory] = weakref.WeakSet()
-
-
-def ask_for_locked_memory(owner: OwnsLockedMemory) -> None:
-    """Lets `page_locked` ask `owner`, as long as it lives."""
-    _owners.add(owner)
+# of memory with two mappings, one of which is page-locked: their method `locked` has the bytes of
+# a storage there, or None
+memory_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -144,7 +134,7 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_conj() or tensor.is_neg():
         return None  # the block holds other elements
     storage = tensor.untyped_storage()
-    for owner in list(_owners):
+    for owner in list(memory_owners):
         block = owner.locked(storage)
         if block is not None:
             where = int(tensor.storage_offset()), tensor.shape, tensor.stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import warnings
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._torch.data_loader import pin_memory
-from ..resume.progress import EpochIterator, Progress
+from ..resume.progress import Progress
 from ..resume.skipping import BatchWithSkipped
 from ..stats import Metered
 from ..transforms import Compose
-from ..types import Loader, LoaderExtras, State, Transform
+from ..types import Loader, State, Transform
 from .copies import Copier, Copy
 
 NAMED = 100  # samples that stats() names
@@ -29,7 +30,7 @@ class BatchStage(Metered):
         batches: the other one, over an epoch: of torch, ours, or another stage.
     """
 
-    def __init__(self, batches: EpochIterator) -> None:
+    def __init__(self, batches: Any) -> None:
         self._batches = batches
         self._begin()
 
@@ -42,22 +43,8 @@ class BatchStage(Metered):
     def __len__(self) -> int:
         return len(self._batches)
 
-    @property
-    def progress(self) -> Progress:
-        return self._batches.progress
-
-    @property
-    def _base_seed(self) -> Any:
-        return self._batches._base_seed
-
-    @property
-    def _pin_memory(self) -> bool:
-        """True if batches are delivered page-locked: what makes others of them does likewise."""
-        return self._batches._pin_memory
-
-    @property
-    def _pin_memory_device(self) -> str | None:
-        return self._batches._pin_memory_device
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
@@ -78,7 +65,7 @@ class LeavingOut(BatchStage):
 
     stage = "skip"
 
-    def __init__(self, batches: EpochIterator, counts: State) -> None:
+    def __init__(self, batches: Any, counts: State) -> None:
         self._counts = counts
         super().__init__(batches)
 
@@ -127,7 +114,7 @@ class DeviceIterator(BatchStage):
 
     stage = "device"
 
-    def __init__(self, batches: EpochIterator, copier: Copier, ahead: int) -> None:
+    def __init__(self, batches: Any, copier: Copier, ahead: int) -> None:
         self._copier = copier
         self._ahead = ahead
         self._lock = threading.Lock()
@@ -137,7 +124,7 @@ class DeviceIterator(BatchStage):
     def _begin(self) -> None:
         self._queue: deque[_Ahead] = deque()
         self._ended = False
-        self._progress = self._batches.progress.mark()
+        self._progress: Progress = self._batches.progress.mark()
 
     @property
     def progress(self) -> Progress:
@@ -145,7 +132,8 @@ class DeviceIterator(BatchStage):
 
     @property
     def _pin_memory(self) -> bool:
-        return self._copier.streams.device.type == "cpu" and super()._pin_memory
+        """True if batches are delivered page-locked: what makes others of them does likewise."""
+        return self._copier.streams.device.type == "cpu" and self._batches._pin_memory
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         with self._lock:
@@ -188,18 +176,12 @@ class DeviceIterator(BatchStage):
 
 
 def seed_of(base_seed: int, epoch: int, number: int) -> int:
-    """The seed of a batch's random numbers: SplitMix64 (Steele, Lea & Flood 2014) over all three.
+    """The seed of a batch's random numbers.
 
     The inputs are small numbers close together, and torch's generator uses 32 bits of a seed.
     """
-    mask = (1 << 64) - 1
-    state = 0
-    for value in (base_seed, epoch, number):
-        state = ((state ^ value) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state
+    digest = hashlib.blake2b(f"{base_seed} {epoch} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 class Transformed(BatchStage):
@@ -217,7 +199,7 @@ class Transformed(BatchStage):
 
     stage = "transforms"
 
-    def __init__(self, batches: EpochIterator, transforms: Transform, own: LoaderExtras) -> None:
+    def __init__(self, batches: Any, transforms: Transform, own: Any) -> None:
         super().__init__(batches)
         self._transforms = transforms
         self._own = own

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ..arrays.structure import LEAF, Structure
-from .common import PathLike, check_unchanged, naming, open_regular, position
-from .mapped import MappedArrays, map_npy, viewed_as
+from .common import PathLike, naming, open_regular, position
+from .mapped import MappedArrays, map_npy, reopened, viewed_as
 
 MANIFEST = "faststep.json"
 FORMAT, VERSION = "faststep arrays", 1
@@ -92,7 +92,7 @@ class RaggedArrays(Dataset[Any]):
         return [(field.name, field.kind, field.length) for field in self.fields]
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return _reopened, (self.path, self.form())
+        return reopened, (open_manifest, (self.path,), self.form())
 
 
 class _Field:
@@ -193,9 +193,3 @@ def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
             return RaggedArrays(folder, structure, fields)
         data = structure.sample(field.items for field in fields)
         return MappedArrays(data, open_manifest, folder)
-
-
-def _reopened(path: str, form: object) -> Any:
-    dataset = open_manifest(path)
-    check_unchanged(path, form, dataset.form())
-    return dataset

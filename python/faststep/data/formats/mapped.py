@@ -96,16 +96,21 @@ class MappedArrays(ArrayDataset):
         self._again = opener, arguments
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _reopened, (*self._again, self.form())
+        return reopened, (*self._again, self.form())
 
     def form(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, type and shape of each array."""
         return [(name, str(array.dtype), tuple(array.shape)) for name, array in self.leaves]
 
 
-def _reopened(opener: Callable[..., Any], arguments: tuple[Any, ...], form: object) -> object:
+def reopened(opener: Callable[..., Any], arguments: tuple[Any, ...], form: object) -> object:
+    """A dataset as it was pickled.
+
+    Raises:
+        FormatError: it has another form.
+    """
     dataset = opener(*arguments)
-    now = dataset.form() if isinstance(dataset, MappedArrays) else type(dataset).__name__
+    now = dataset.form() if hasattr(dataset, "form") else type(dataset).__name__
     check_unchanged(getattr(arguments[0], "path", arguments[0]), form, now)
     return dataset
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..order.stateful import opened
-from ..types import Loader, State
+from ..types import State
 
 
 class Worker(NamedTuple):
@@ -49,22 +49,6 @@ def _saved_of(worker: Worker) -> State:
     if worker.states is not None:
         values["states"] = opened(worker.states)
     return {key: value for key, value in values.items() if value}
-
-
-class EpochIterator(Protocol):
-    """Delivers the batches of an epoch, as a loader's iterators do, and knows how far it is."""
-
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def _base_seed(self) -> Any: ...
-    @property
-    def _pin_memory(self) -> bool: ...
-    @property
-    def _pin_memory_device(self) -> str | None: ...
-    def __next__(self) -> Any: ...
-    def __len__(self) -> int: ...
-    def _reset(self, loader: Loader, first_iter: bool = False) -> None: ...
 
 
 class Progress:

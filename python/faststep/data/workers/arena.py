@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ..deliver.copies import ask_for_locked_memory
+from ..deliver.copies import memory_owners
 
 _keys = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
@@ -65,7 +65,7 @@ class Arena:
             self.unlocked = str(error)
         else:
             self.locks, self.unlocked = True, None
-            ask_for_locked_memory(self)
+            memory_owners.add(self)
         return self.locks
 
     def locked(self, storage: torch.UntypedStorage) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from ..._torch.data_loader import (
     worker_info_of_thread,
 )
 from ..at_exit import close_at_exit
-from ..deliver.batch_buffers import BatchBuffers, BufferCollate, buffering_by, buffering_collate
+from ..deliver.batch_buffers import BatchBuffers, buffering_by, buffering_collate
 from ..plain import OwnWorkers
 from ..resume.batch_states import CollateWithStates
 from ..resume.loader_stand_in import LoaderStandIn
@@ -138,9 +138,9 @@ class _Loop:
         own = self._collate_fn
         own = own.collate_fn if isinstance(own, SkippingCollate) else own
         self._buffers: BatchBuffers | None = None
-        if isinstance(self._collate_fn, BufferCollate):
-            mine = self._collate_fn.for_thread()
-            self._buffers, self._collate_fn = mine.buffers, _hiding_the_worker(mine)
+        if isinstance(self._collate_fn, BatchBuffers):
+            self._buffers = BatchBuffers(self._collate_fn.take)  # of this thread
+            self._collate_fn = _hiding_the_worker(self._buffers)
         elif collates_as_default(own, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
         if isinstance(dataset, Source):
