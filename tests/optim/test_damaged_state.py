@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import faststep
+from faststep.optim.masters import MASTER
 
 from .common import (
     TOLERANCE,
@@ -23,6 +24,7 @@ from .common import (
     train,
 )
 from .declarations import ADAMW, ALL, LION, SGD, TORCHS, Declaration
+from .test_masters import CLASSES
 
 SHAPES = ((5,), (4, 3))
 
@@ -75,7 +77,7 @@ SETTINGS = {
 def trained(cls: Any, settings: dict[str, Any], damage: Damage) -> tuple[Any, list[Tensor]]:
     """An optimizer whose second parameter's state was damaged after two steps."""
     params = parameters(*SHAPES)
-    optimizer = cls(params, lr=1e-2, **settings)
+    optimizer = cls(params, **{"lr": 1e-2, **settings})
     train(optimizer, params, steps=2)
     damage(optimizer.state[params[1]])
     set_gradients(params, 2)
@@ -169,6 +171,35 @@ def test_a_step_of_the_first_kind_after_the_refusal(declaration: Declaration) ->
     optimizer.state[params[1]].clear()
     optimizer.step()
     assert all(optimizer.state[p] for p in params)
+
+
+@pytest.mark.parametrize("kept", [False, "fp32", "remainder16"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_state_that_is_none_as_torch(name: str, kept: Any) -> None:
+    """torch begins a momentum buffer anew and fails otherwise; so does ours, whole."""
+    kind, options = CLASSES[name]
+    params = parameters(*SHAPES, dtype=torch.bfloat16)
+    ours = getattr(faststep.optim, kind)(params, **options, master_weights=kept)
+    train(ours, params, steps=2)
+    for key in [key for key in ours.state[params[1]] if key != MASTER]:
+        set_gradients(params, 2)
+        whole = ours.state[params[1]][key]
+        ours.state[params[1]][key] = None
+        if hasattr(torch.optim, kind):
+            theirs, _ = trained(
+                getattr(torch.optim, kind), options, lambda s, key=key: s.update({key: None})
+            )
+            assert (outcome(theirs.step)[0] is None) == (kind == "SGD")
+        if kind == "SGD":
+            ours.step()
+            assert ours.state[params[1]][key] is not None
+            continue
+        before = Snapshot(ours)
+        with pytest.raises(RuntimeError, match=rf"state '{key}' of parameter 1 .* is None; noth"):
+            ours.step()
+        before.assert_unchanged()
+        ours.state[params[1]][key] = whole
+    ours.step()
 
 
 @pytest.mark.parametrize("when", ["before", "later"])

@@ -22,7 +22,6 @@ from ..grads.owners import refuse_shared, releasing
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import refuse_group_options, refuse_part
-from .codes import SCALES, are_codes
 from .hooked import HookedOptimizer
 from .load_states import loading_states, show_as_torch
 from .lost_updates import warn_of_lost_updates
@@ -98,17 +97,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         state = self.state[param]
         for key in self._formula_of(group).state_keys:
             state[key] = self._zeros.like(param, new_dtype(self, group, rule, param, key))
-
-    def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
-        """Raise for a state that has begun and lacks a part, as torch's loop does."""
-        param = self.param_groups[group]["params"][index]
-        state = self.state.get(param)
-        has_codes = SCALES in keys and state and any(map(are_codes, state.values()))
-        if not state or (self._begins_in_parts and not has_codes):
-            return
-        if missing := [repr(key) for key in keys if key not in state]:
-            detail = f"has no {', '.join(missing)}, only {', '.join(map(repr, state))}"
-            raise _C.TensorError(group, index, "state", "key", detail)
 
     @functools.cached_property
     def _zeros(self) -> Zeros:

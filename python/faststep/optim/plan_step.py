@@ -19,6 +19,7 @@ from .._devices import HOST, ordinal_of
 from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.dtensors import LayoutError, align, align_states, wait_for
+from .codes import SCALES, are_codes
 from .masters import MASTER, begin_state, keys_for, own_keys
 from .request import Rule, Steppable, StepRequest
 
@@ -88,6 +89,20 @@ def agree(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
         )
         for device, row in scalars.items()
     }
+
+
+def refuse_half_state(optimizer: Steppable, rule: Rule, group: int, index: int) -> None:
+    """Raise for a state that has begun and lacks a part, as torch's loop does."""
+    param = optimizer.param_groups[group]["params"][index]
+    state, keys = optimizer.state.get(param), own_keys(rule, param)
+    has_codes = SCALES in keys and state and any(map(are_codes, state.values()))
+    if not state or (optimizer._begins_in_parts and not has_codes):
+        return
+    if missing := [repr(key) for key in keys if key not in state]:
+        detail = f"has no {', '.join(missing)}, only {', '.join(map(repr, state))}"
+        raise _C.TensorError(group, index, "state", "key", detail)
+    if none := [key for key in keys if state[key] is None]:
+        raise _C.TensorError(group, index, f"state '{none[0]}'", "value", "is None")
 
 
 Place = tuple[int, int]  # a list of parameters or a group, and the index in it
@@ -208,8 +223,7 @@ class PlanStep:
                 place = self.place(which, index)
                 raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
         for which, index in missing:
-            own = own_keys(rules[which], self.params[which][index])
-            optimizer._refuse_half_state(*self.place(which, index), own)
+            refuse_half_state(optimizer, rules[which], *self.place(which, index))
         begun = [place for place in missing if self._begins(place, rules)]
         self.new = sorted([*before, *begun])  # the first may have been dropped meanwhile
         for which, index in missing:

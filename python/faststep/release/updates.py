@@ -21,9 +21,9 @@ from ..grads.hooks import Hooked, weakly
 from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
-from ..optim.masters import begin_state, keys_for, own_keys
+from ..optim.masters import begin_state, keys_for
 from ..optim.param_shards import Shards
-from ..optim.plan_step import PlanStep
+from ..optim.plan_step import PlanStep, refuse_half_state
 from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
 from .before_step import refuse_code_before_step
@@ -367,7 +367,7 @@ def _make_state(
     if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
         return
     try:
-        optimizer._refuse_half_state(group, index, own_keys(rule, param))
+        refuse_half_state(optimizer, rule, group, index)
     except _C.TensorError as error:
         raise optimizer._explained(*error.args) from None
     with torch.no_grad():
