@@ -339,7 +339,7 @@ def test_remainders_of_another_shape_are_not_loaded(master_weights: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_model_that_is_cast_in_mid_training_is_saved(dtype: torch.dtype) -> None:
-    """Its parameters have no masters then: a remainder is saved as it is, and loading drops it."""
+    """Its parameters have no masters then, and what is saved has no remainders."""
     model = torch.nn.Linear(7, 5).bfloat16()
     optimizer = faststep.optim.AdamW(model.parameters(), lr=0.1, master_weights="remainder16")
     for number in range(3):
@@ -348,10 +348,28 @@ def test_a_model_that_is_cast_in_mid_training_is_saved(dtype: torch.dtype) -> No
         optimizer.step()
         if number == 0:
             model.to(dtype)
-    saved = optimizer.state_dict()
-    assert saved["state"][0][MASTER].dtype == torch.int16
-    optimizer.load_state_dict(saved)
+    for native in (False, True):
+        saved = optimizer.state_dict(native)
+        assert not any(MASTER in state for state in saved["state"].values())
+        optimizer.load_state_dict(saved)
     assert not any(MASTER in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "remainder16"])
+@pytest.mark.parametrize("dtype", [F16, F32, F64], ids=str)
+def test_remainders_go_beside_bf16_parameters_alone(
+    dtype: torch.dtype, master_weights: str
+) -> None:
+    """A loaded run goes on with the same masters, or an error names the parameter."""
+    both = _both("AdamW")
+    _step(both, 0)
+    params = _fresh(both[0])
+    other = _made("AdamW", params, master_weights=master_weights)
+    params[4].data = params[4].data.to(dtype)
+    saved = copy.deepcopy(both[1].state_dict(native=True))
+    with pytest.raises(ValueError, match=f"parameter 4: '{MASTER}' .* bfloat16 .*, not {dtype}: "):
+        other.load_state_dict(saved)
+    assert not other.state
 
 
 def test_remainders_of_any_strides() -> None:

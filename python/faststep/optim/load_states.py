@@ -77,6 +77,11 @@ class _Loading(NamedTuple):
             if is_remainder(master) and master.shape != param.shape:
                 shape, wanted = tuple(master.shape), tuple(param.shape)
                 raise ValueError(f"{MASTER!r} has the shape {shape}, and the parameter {wanted}")
+            if is_remainder(master) and param.dtype != torch.bfloat16 and self.kinds._keeps_masters:
+                raise ValueError(
+                    f"{MASTER!r} is the other half of a bfloat16 parameter, not {param.dtype}: "
+                    "save state_dict() without native=True"
+                )
         except ValueError as error:
             text = f"load_state_dict(): the state of parameter {key!r}: {error}"
             raise ValueError(text) from None
@@ -215,5 +220,4 @@ def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -
         for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters
             if SCALES in states.get(index, {}):
                 states[index] = decoded(states[index], formats.shard_of(param))
-    if not native:
-        give_masters(optimizer, state_dict)
+    give_masters(optimizer, state_dict, native)

@@ -319,16 +319,18 @@ class StateFormats:
         return kinds, has_codes(kinds.codes_from, self.shards, param)
 
 
-def give_masters(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
-    """Put masters into a state dict in place of their remainders."""
+def give_masters(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
+    """Put masters into a state dict in place of their remainders, unless it is `native`; but leave
+    those out whose parameters were cast meanwhile."""
     if not optimizer._has_remainders:
         return
     indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
     for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - a hook may change it
         state = state_dict["state"].get(index, {})
-        remainder = state.get(MASTER)
-        if is_remainder(remainder) and param.dtype is torch.bfloat16:  # not cast meanwhile
-            state_dict["state"][index] = {**state, MASTER: joined(param, remainder)}
+        remainder, is_cast = state.get(MASTER), param.dtype is not torch.bfloat16
+        if is_remainder(remainder) and (is_cast or not native):
+            made = {} if is_cast else {MASTER: joined(param, remainder)}
+            state_dict["state"][index] = {k: v for k, v in state.items() if k != MASTER} | made
 
 
 def is_remainder(value: object) -> TypeGuard[Tensor]:
