@@ -252,7 +252,7 @@ def test_parameters_with_gaps_and_tied_ones() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_saved_and_loaded(name: str, dtype: torch.dtype) -> None:
-    """A copy, a pickle and a native state dict go on with the same bits; torch loads the other."""
+    """A copy, a pickle and state dicts go on with the same bits; torch loads the one of floats."""
     options: dict[str, Any] = {"state_dtype": "int8", "master_weights": dtype is BF16}
     optimizer = make(name, params_of(dtype), **options)
     for number in range(2):
@@ -262,7 +262,9 @@ def test_saved_and_loaded(name: str, dtype: torch.dtype) -> None:
     file.seek(0)
     loaded = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]), **options)
     loaded.load_state_dict(torch.load(file))
-    others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    of_floats = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]), **options)
+    of_floats.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    others = [loaded, of_floats, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     kind, arguments, codes = CLASSES[name]
     if theirs := getattr(torch.optim, kind, None):
         plain = theirs(params_of(dtype), **arguments)
@@ -594,6 +596,37 @@ def test_a_nan_scale_is_loaded() -> None:
     _with_scale(torch.nan)(saved["state"][0])
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["state"][0]["exp_avg"].isnan().sum() == 36  # the end of row 1
+
+
+@pytest.mark.parametrize("at", [1e-5, 0.3, 1.0])
+def test_what_was_saved_is_loaded_as_it_is(at: float) -> None:
+    """Whatever the scale, and wherever the largest number of a block lies below it."""
+    made = torch.Generator().manual_seed(2)
+
+    def spread(exponents: range) -> Tensor:
+        up = 2.0 ** torch.tensor(exponents, dtype=F64).view(-1, 1)
+        largest = ((torch.arange(128, 256) - 1 + at) / 128 * up).view(-1, 1)
+        parts = torch.rand(len(largest), 64, generator=made).square()
+        parts[::2, 9], parts[:, 5] = 0.0, 1.0
+        return torch.cat([(largest * parts).view(-1), torch.zeros(128, dtype=F64)])
+
+    first = spread(range(-133, 126))
+    first[::3] *= -1
+    second = spread(range(-62, 62)).square()
+    second = torch.cat([second, torch.zeros(len(first) - len(second))]).float()
+    second[-1] = torch.nan
+    param = nn.Parameter(torch.zeros(len(first)))
+    optimizer = make("AdamW", [param], state_dtype="int8")
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    saved["state"][0].update(exp_avg=first.float(), exp_avg_sq=second)
+    dicts = []
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        saved = copy.deepcopy(optimizer.state_dict())
+        dicts.append(saved["state"][0])
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(*(one[key].view(torch.int32) for one in dicts))
 
 
 @pytest.mark.parametrize("name", OTHERS)

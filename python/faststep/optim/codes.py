@@ -236,8 +236,12 @@ def _encode(value: Tensor, dtype: torch.dtype, shard: Shard | None) -> tuple[Ten
     if is_signed:
         numbers = terms / (torch.where(scales > 0, scales, torch.inf) + terms.abs()) * 254.0
     else:
-        numbers = terms * torch.where(scales > 0, torch.full_like(scales, 255.0) / scales, 0.0)
-        numbers = torch.where(terms > 0, numbers.clamp(min=1.0), numbers)
+        larger = (scales.view(torch.int32) + 0x10000).view(torch.float32)
+        again = _of_root(_to_root(terms, larger).round(), larger)
+        # Its largest code may be 253, whose number has a smaller scale than it came from.
+        is_exact = (again == table).all(1, keepdim=True) & (scales > 0)
+        scales = torch.where(is_exact, larger, scales)
+        numbers = _to_root(terms, scales)
     codes = torch.where(scales.isnan(), 0.0, numbers).round().to(dtype)
     return _shaped(codes, value, blocks), scales.view(-1).to(torch.bfloat16)
 
@@ -248,5 +252,14 @@ def _decode(codes: Tensor, scales: Tensor, shard: Shard | None) -> Tensor:
     if codes.dtype is torch.int8:
         numbers = scale * (table / (254.0 - table.abs()))
     else:
-        numbers = (table * (scale * (1 / 255))).square()
+        numbers = _of_root(table, scale)
     return _shaped(numbers, codes, blocks)
+
+
+def _to_root(terms: Tensor, scales: Tensor) -> Tensor:
+    numbers = terms * torch.where(scales > 0, torch.full_like(scales, 255.0) / scales, 0.0)
+    return torch.where(terms > 0, numbers.clamp(min=1.0), numbers)
+
+
+def _of_root(codes: Tensor, scales: Tensor) -> Tensor:
+    return (codes * (scales * (1 / 255))).square()
