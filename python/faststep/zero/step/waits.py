@@ -23,7 +23,9 @@ def _after_arrival(name: str) -> Any:
     plain = getattr(dict, name)
 
     def method(self: _Arriving, *args: Any) -> Any:
-        self._wait()
+        for wait in list(self.waits.values()):
+            wait()
+        self.waits.clear()
         self.put_back()
         return plain(self, *args)
 
@@ -33,18 +35,23 @@ def _after_arrival(name: str) -> Any:
 class _Arriving(dict[str, Any]):
     """The parameters of a module, which arrive before somebody gets one; then the plain dict is
     put back.
+
+    Attributes:
+        waits: those of each optimizer that has some of them under way.
     """
 
-    def __init__(self, module: nn.Module, wait: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._plain = vars(module)["_parameters"]
         super().__init__(self._plain)
         self._module = weakref.ref(module)
-        self._wait = wait
+        self.waits: dict[ForwardWaits, Callable[[], None]] = {}
 
-    def put_back(self) -> None:
-        """Let the module have its own dict again, with what was changed meanwhile."""
+    def put_back(self, arrived: ForwardWaits | None = None) -> None:
+        """Let the module have its own dict again, with what was changed, if all has arrived."""
         module = self._module()
-        if module is not None and vars(module)["_parameters"] is self:
+        if arrived is not None:
+            self.waits.pop(arrived, None)
+        if not self.waits and module is not None and vars(module)["_parameters"] is self:
             self._plain.clear()
             self._plain.update(super().items())
             vars(module)["_parameters"] = self._plain
@@ -113,9 +120,11 @@ class ForwardWaits:
     def cover(self, bucket: int) -> None:
         """Called when a bucket goes on its way: whoever reads its parameters in a module waits."""
         for module in self._users.get(bucket, ()):
-            if type(vars(module).get("_parameters")) is dict:
-                wait = functools.partial(self._wait, self._own[module])
-                vars(module)["_parameters"] = _Arriving(module, wait)
+            params = vars(module).get("_parameters")
+            if type(params) is dict:
+                params = vars(module)["_parameters"] = _Arriving(module)
+            if isinstance(params, _Arriving):
+                params.waits[self] = functools.partial(self._wait, self._own[module])
 
     def uncover(self) -> None:
         """Called when all parameters are there."""
@@ -124,7 +133,7 @@ class ForwardWaits:
 
     def _put_back(self, module: nn.Module) -> None:
         if isinstance(arriving := vars(module).get("_parameters"), _Arriving):
-            arriving.put_back()
+            arriving.put_back(self)
 
     def remove(self) -> None:
         for handle in self._handles:
