@@ -97,6 +97,20 @@ def test_a_gradient_moves_while_it_is_copied(act: Callable[[Tensor], None]) -> N
     assert_same(*found)
 
 
+def test_gradients_are_written_after_a_step_that_returns_at_once() -> None:
+    found = []
+    for offloads in (True, False):
+        model, optimizer, handle = made(offloads)
+        if offloads:
+            handle._copies.wait_in_forward(model)
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append(bits(model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
 def test_gradients_are_dropped_in_backward() -> None:
     """By a hook that runs behind those of the offload."""
     found = []
@@ -145,6 +159,57 @@ def test_a_parameter_moves_while_it_is_copied_back() -> None:
             handle.wait()
         found.append(bits(model.state_dict(), optimizer.state_dict()))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_parameters_move_between_steps(in_backward: bool) -> None:
+    """Updates in backward go to the memory of now, and another type is for the step to refuse."""
+    found = []
+    for offloads in (True, False):
+        model, optimizer, _ = made(offloads, in_backward=in_backward)
+        for step in range(5):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                for param in model.parameters():
+                    param.data = param.data.clone() * 2
+            if step == 2:
+                model.half()
+            if step == 3:
+                model.first.data = model.first.data.float()
+                model.second.requires_grad_(False)
+        found.append(bits(model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
+def test_a_parameter_of_another_type_without_a_gradient() -> None:
+    found = []
+    for offloads in (True, False):
+        model, optimizer, _ = made(offloads)
+        model.second.data = model.second.data.half()
+        model.first.sin().sum().backward()
+        optimizer.step()
+        found.append(bits(model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
+def test_two_optimizers_of_one_module() -> None:
+    """Who reads it waits for the parameters of both."""
+    model = Two()
+    optimizers = [faststep.optim.AdamW([param], lr=0.1) for param in model.parameters()]
+    handles = [faststep.offload(one, model=model) for one in optimizers]
+    for step in range(2):
+        model().backward()
+        if step:
+            handles[1]._copies.pipe.pace(RATE, RATE)
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        read = bits(model.state_dict())
+        for handle in handles:
+            handle.wait()
+        assert_same(read, bits(model.state_dict()))
 
 
 def test_a_parameter_without_memory() -> None:

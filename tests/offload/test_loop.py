@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import faststep
 from faststep import _C
@@ -368,6 +369,7 @@ def test_a_copy_that_fails_is_an_error(state: int, text: str) -> None:
 
 def test_reduced_gradients_are_copied_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """DistributedDataParallel writes them after the hooks."""
+    monkeypatch.setattr(offloaded, "world_size", lambda: 2)
     monkeypatch.setattr(offloaded, "reducing_model", lambda params: object())
     pairs = both(max_grad_norm=0.1)
     for model, optimizer in pairs:
@@ -434,6 +436,25 @@ def test_updates_in_backward_free_gradients() -> None:
     assert not torch.equal(start[0], model[0].weight)
 
 
+def test_a_step_by_operators_ends_updates_in_backward() -> None:
+    """Their gradients are gone, so that the operators find none."""
+    found = []
+    for offloads in (True, False):
+        model = nn.Linear(30, 30)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = AdamW(model.parameters())
+        if offloads:
+            faststep.offload(optimizer, in_backward=True)
+        for step in range(3):
+            model(torch.ones(2, 30)).square().sum().backward()
+            with FlopCounterMode(display=False) if step == 1 else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append([*model.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_updates_in_backward_refuse_what_comes_too_late() -> None:
     def trained(**options: Any) -> Any:
         param = nn.Parameter(torch.ones(5))
@@ -462,6 +483,23 @@ def test_updates_in_backward_refuse_what_comes_too_late() -> None:
     assert optimizer.last_grad_norm > 2.0
 
 
+def test_tensors_of_scripts_lie_elsewhere() -> None:
+    """Under a default device that is not the host."""
+    found, batches = [], list(tokens(3))
+    for offloads in (True, False):
+        model = Odd()
+        optimizer = AdamW(model.parameters(), max_grad_norm=0.1)
+        with torch.device("meta"):
+            if offloads:
+                faststep.offload(optimizer)
+            for batch in batches:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((model, optimizer))
+    assert_same(*left_by(found))
+
+
 # ---- what is refused
 
 
@@ -478,7 +516,9 @@ class Own(faststep.optim.AdamW):
         (faststep.optim.Adafactor, {}, NotImplementedError, "Adafactor"),
         (AdamW, {"fraction": 1.5}, ValueError, "from 0 to 1, not 1.5"),
         (AdamW, {"fraction": float("nan")}, ValueError, "from 0 to 1"),
-        (AdamW, {"threads": 0}, ValueError, "threads must be positive"),
+        (AdamW, {"threads": 0}, ValueError, "threads must be from 1 to 256, not 0"),
+        (AdamW, {"threads": 257}, ValueError, "threads must be from 1 to 256"),
+        (AdamW, {"model": [nn.Linear(2, 2)]}, TypeError, "model must be a torch.nn.Module"),
         (
             functools.partial(AdamW, state_dtype="bf16", rounding="stochastic"),
             {"in_backward": True},
@@ -488,8 +528,10 @@ class Own(faststep.optim.AdamW):
     ],
 )
 def test_refusals(make: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3))])
     with pytest.raises(error, match=text):
-        faststep.offload(make([nn.Parameter(torch.ones(3))]), **options)
+        faststep.offload(optimizer, **options)
+    assert optimizer not in faststep.grads.owners.offloading
 
 
 def test_twice_or_released() -> None:

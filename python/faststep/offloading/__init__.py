@@ -11,6 +11,7 @@ from ..optim.base import FusedOptimizer
 from ..optim.state_kinds import all_kinds
 from ..optim.wrapped import unwrapped
 from ..release.before_step import refuse_code_before_step
+from .memory import MOST_THREADS
 from .offloaded import Offload
 
 __all__ = ["Offload", "offload"]
@@ -51,8 +52,9 @@ def offload(
         An :class:`.Offload`, which the optimizer keeps. `remove()` undoes the offload.
 
     Raises:
-        TypeError: an optimizer not of faststep, or a subclass with a step of its own.
-        ValueError: `fraction` is not from 0 to 1, or `threads` is not positive.
+        TypeError: an optimizer not of faststep, or a subclass with a step of its own; `model` is no
+            module.
+        ValueError: `fraction` is not from 0 to 1, or `threads` not from 1 to 256.
         RuntimeError: the optimizer is offloaded or released already.
         NotImplementedError: the optimizer is Adafactor, or parameters are divided over ranks; CUDA
             parameters lie on several devices or with gaps, or `fraction` is less than 1.
@@ -62,8 +64,10 @@ def offload(
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction must be from 0 to 1, not {fraction}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads must be positive, not {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ValueError(f"threads must be from 1 to {MOST_THREADS}, not {threads}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     inside = _checked(optimizer, in_backward)
     offloaded = Offload(inside, fraction, in_backward, threads)
     if model is not None:

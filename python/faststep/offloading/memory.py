@@ -20,9 +20,10 @@ from ..optim.param_shards import CHUNK
 from ..optim.request import Rule
 from ..zero.step.waits import ForwardWaits
 from .link import Link
-from .places import Place, grad_dtype, held, is_able, like_of, mark, states_like
+from .places import Place, grad_dtype, held, is_able, is_alike, like_of, mark, states_like
 from .slab import Slab, bytes_of
 
+MOST_THREADS = 256  # that update
 _TILE = 8 * CHUNK  # elements that a thread copies or updates at a time
 _REFUSED, _PARTIAL = 3, 4  # states of a pass: fst_pass_state
 
@@ -43,7 +44,8 @@ class Copies:
         self, fraction: float, arrived: Callable[[Tensor], None], threads: int | None
     ) -> None:
         self.places: Hooked[Place] = Hooked()
-        self.pipe = _C.Offload(threads or max(1, len(os.sched_getaffinity(0)) - 1), _TILE)
+        threads = threads or len(os.sched_getaffinity(0)) - 1
+        self.pipe = _C.Offload(min(max(1, threads), MOST_THREADS), _TILE)
         self.link: Link | None = None
         self._fraction = fraction
         self._arrived = arrived
@@ -104,8 +106,8 @@ class Copies:
             if self.link is not None:
                 there = param.detach()
                 self.link.lend(there)
-            else:  # one without memory gets no gradient, and is not copied back
-                there = held(param) if param.data_ptr() else place.values
+            else:  # one that was exchanged or has no memory is not updated here
+                there = held(param) if is_alike(place, param) else place.values
             params.append((there, *copies))
         if self.link is None:
             self.pipe.set(params)
@@ -159,7 +161,13 @@ class Copies:
     def begin(self) -> None:
         """Begin another pass."""
         self.wait()
+        self.follow()
         self.pipe.begin()
+
+    def follow(self) -> None:
+        """Let the threads know of parameters that lie elsewhere now."""
+        if any(place.told != param.data_ptr() for param, place in self.places):
+            self.tell_threads()
 
     # ---- waits
 
@@ -172,6 +180,13 @@ class Copies:
     def settle(self) -> None:
         """Return when no gradient is being copied."""
         _check(self.pipe.settle())
+
+    def spare_grads(self) -> None:
+        """Return when a script may write gradients, of which copies are under way."""
+        if self.link is None:
+            self.settle()
+        else:
+            self.link.join()
 
     def wait(self, numbers: Iterable[int] | None = None) -> None:
         """Return when these parameters are back on their device; all of them for None.

@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import _C
 from .._devices import HOST, devices_of
 from .._torch.optim import dtypes_of, increment_version, is_capturing
+from .._torch.ranks import world_size
 from ..grads.buckets import reducing_model
 from ..grads.hooks import weakly
 from ..grads.owners import offloading, releasing
@@ -30,7 +31,7 @@ from ..optim.request import Rule, StepAnswer, StepRequest
 from ..optim.step import Stepper
 from .early import EarlyUpdates
 from .memory import Copies
-from .places import Place, begins, fits, inverse_of, is_dense, mark, new_sums, strides_of
+from .places import Place, begins, exchange, fits, inverse_of, is_dense, mark, new_sums, strides_of
 from .scaled import Scaled, unscale
 
 
@@ -74,7 +75,7 @@ class Offload:
         self._steppers: list[Stepper] = []  # of a step; then of the first update in backward, ...
         self._turn = 0  # which of them comes next
         self._factor = math.nan if optimizer._max_grad_norm is None else 1.0  # of the step before
-        self._is_reduced: bool | None = None  # by a DistributedDataParallel; None: not known
+        self._by_script: bool | None = None  # ranks meet in its own code; None: not known
         self._has_begun = False  # a gradient was copied since the step
         self._early = EarlyUpdates() if in_backward else None
         self._scaled = Scaled(optimizer)
@@ -91,9 +92,13 @@ class Offload:
         if place is None or grad is None or optimizer is None or grad.layout != torch.strided:
             return
         is_last = place.count(grad)
-        if self._is_reduced is None:
-            self._is_reduced = reducing_model(one for one, _ in self._copies.places) is not None
-        if self._is_reduced or not is_last or not fits(place, param, grad):
+        if world_size() > 1:  # the gradient is reduced after this hook
+            if self._by_script is None:
+                self._by_script = reducing_model(p for p, _ in self._copies.places) is None
+            if self._by_script:  # collectives move no version counters
+                place.written = (-1, 0)
+            return
+        if not is_last or not fits(place, param, grad):
             return
         if self._early is not None and optimizer._max_grad_norm is None:
             self._early.update(self, optimizer, place, param, grad)
@@ -112,10 +117,6 @@ class Offload:
         place.seen = (grad, *mark(grad))
         place.factor = None if math.isnan(factor) else factor
 
-    def _forget_copies(self) -> None:
-        for place in self._copies.places.entries():
-            place.seen = None
-
     def _bring_rest(self, optimizer: FusedOptimizer, measures: bool) -> bool:
         """Copy gradients that are not on the host as they are now; False if one cannot be."""
         pairs = [(param, self._copies.places.of(param)) for param in params_of(optimizer)]
@@ -129,15 +130,15 @@ class Offload:
                 if measures and not is_dense(grad, strides_of(param)):
                     return False
                 continue
-            if grad.dtype in (param.dtype, torch.float32) and grad.dtype != place.grad.dtype:
+            known = place.values.dtype, torch.float32
+            if grad.dtype in known and grad.dtype != place.grad.dtype:
                 place.make_room(grad.dtype, self._copies.link)
                 self._copies.tell_threads()
             if not fits(place, param, grad):
                 if self._copies.link is not None:
                     raise _unfit(param, grad)
                 return False
-        if any(place and place.told != param.data_ptr() for param, place in pairs):
-            self._copies.tell_threads()
+        self._copies.follow()
         for param, place in pairs:
             if place is not None and param.grad is not None:
                 late = not place.has(param.grad)
@@ -159,13 +160,15 @@ class Offload:
             with torch.no_grad():
                 answer = self._step(optimizer, request)
         finally:
-            self._turn, self._has_begun = 0, False
-            self._forget_copies()
-            for place in self._copies.places.entries():
-                place.arrivals = 0
+            self._end_pass()
         if answer is None:
             self.wait()
         return answer
+
+    def _end_pass(self) -> None:
+        self._turn, self._has_begun = 0, False
+        for place in self._copies.places.entries():
+            place.seen, place.arrivals = None, 0
 
     def _step(self, optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer | None:
         self._copies.attach(optimizer)
@@ -178,7 +181,8 @@ class Offload:
                 self._scaled.unscale_skipped(params, request)
                 return StepAnswer(True, None)
             if request.grad_scale is None:  # the scaler has unscaled them
-                self._forget_copies()
+                for one in self._copies.places.entries():
+                    one.seen = None
         if request.refuses_fp16 and torch.float16 in dtypes_of(grads_of(optimizer)):
             raise ValueError("Attempting to unscale FP16 gradients.")  # torch's
         if self._scaled.rounds(optimizer, request):
@@ -194,7 +198,7 @@ class Offload:
                 return StepAnswer(True, norm)
         else:
             self._factor = math.nan
-        wanted = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        wanted = None if norm is None else torch.tensor(norm, dtype=torch.float64, device="cpu")
         if params:
             only = dict.fromkeys(params)
             self.update(optimizer, optimizer._rules(), request._replace(norm=wanted), only)
@@ -210,8 +214,7 @@ class Offload:
                     link.send(place.grad, param.grad)
         if self._copies.waits is None:
             self.wait()
-        if link is not None:  # a script may write gradients, of which copies are under way
-            link.join()
+        self._copies.spare_grads()
         return StepAnswer(False, norm)
 
     def _measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
@@ -333,6 +336,12 @@ class Offload:
 
     def leave_to_torch(self) -> None:
         """Return when torch's operators can make the step, and raise if they cannot."""
+        optimizer = self._optimizer()
+        if self._early is not None and optimizer is not None:
+            try:  # their gradients are gone
+                self._early.end(self, optimizer, StepRequest())
+            finally:
+                self._end_pass()
         self.wait()
         if self._copies.link is not None:
             raise NotImplementedError(
@@ -347,11 +356,11 @@ class Offload:
         pairs = list(self._copies.places) if self._copies.link is not None else []
         for param, place in pairs:
             self._copies.refresh(param, place)
-        _exchange(optimizer, {param: place.values for param, place in pairs})
+        exchange(optimizer, {param: place.values for param, place in pairs})
         try:
             yield
         finally:
-            _exchange(optimizer, {place.values: param for param, place in pairs})
+            exchange(optimizer, {place.values: param for param, place in pairs})
 
     def remove(self) -> None:
         """Undo the offload: the optimizer steps on the device, with states of their own memory."""
@@ -389,12 +398,3 @@ def _unfit(param: Tensor, grad: Tensor) -> NotImplementedError:
         "parameter's type or float32, and parameters that require one when they are offloaded or "
         "at a step; nothing was updated"
     )
-
-
-def _exchange(optimizer: FusedOptimizer, others: dict[Tensor, Tensor]) -> None:
-    """Let parameters with their states be other tensors."""
-    for group in optimizer.param_groups if others else ():
-        group["params"] = [others.get(param, param) for param in group["params"]]
-    if others:
-        states = {others.get(param, param): state for param, state in optimizer.state.items()}
-        optimizer.state = defaultdict(dict, states)

@@ -106,7 +106,7 @@ def mark(tensor: Tensor) -> tuple[int, int]:
 
 def new_sums(tensor: Tensor) -> Tensor:
     """Room for the sum of squares of each chunk."""
-    return torch.zeros(-(-tensor.numel() // CHUNK), dtype=torch.float64)
+    return torch.zeros(-(-tensor.numel() // CHUNK), dtype=torch.float64, device="cpu")
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
@@ -123,7 +123,7 @@ def inverse_of(scale: Tensor | None) -> float:
     if scale is None:
         return 1.0
     inverse = torch.tensor(
-        1.0 / scale.item() if scale.item() else float("inf"), dtype=torch.float64
+        1.0 / scale.item() if scale.item() else float("inf"), dtype=torch.float64, device="cpu"
     )
     return inverse.float().item() if scale.dtype == torch.float32 else inverse.item()
 
@@ -149,12 +149,21 @@ def is_able(param: Tensor) -> bool:
     return param.is_floating_point() and param.numel() > 0 and is_dense(param, strides_of(param))
 
 
+def is_alike(place: Place, param: Tensor) -> bool:
+    """True while a parameter has the form that it had when it was taken in."""
+    values = place.values
+    alike = (param.dtype, param.shape) == (values.dtype, values.shape)
+    return alike and is_dense(param, values.stride())
+
+
 def fits(place: Place, param: Tensor, grad: Tensor) -> bool:
     """True for a gradient that can be copied as a whole; one on a device is brought into order."""
-    strides, values = place.values.stride(), place.values
-    alike = _is_plain(grad) if grad.is_cuda else is_dense(grad, strides)
-    alike = alike and is_dense(param, strides) and param.dtype == values.dtype
-    return alike and (grad.dtype, grad.shape) == (place.grad.dtype, place.grad.shape)
+    alike = _is_plain(grad) if grad.is_cuda else is_dense(grad, place.values.stride())
+    return (
+        alike
+        and is_alike(place, param)
+        and (grad.dtype, grad.shape) == (place.grad.dtype, place.grad.shape)
+    )
 
 
 def begins(
@@ -204,3 +213,12 @@ def states_like(
         if key in states and isinstance(one, Tensor) and one.shape == states[key].shape:
             states[key] = torch.empty_like(states[key], dtype=one.dtype)
     return states
+
+
+def exchange(optimizer: FusedOptimizer, others: dict[Tensor, Tensor]) -> None:
+    """Let parameters with their states be other tensors."""
+    for group in optimizer.param_groups if others else ():
+        group["params"] = [others.get(param, param) for param in group["params"]]
+    if others:
+        states = {others.get(param, param): state for param, state in optimizer.state.items()}
+        optimizer.state = defaultdict(dict, states)
