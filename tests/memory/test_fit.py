@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from faststep.memory.activations import saved_by
 from faststep.memory.fitting import _Choice
 from faststep.memory.recompute import Offloaded, Recomputed
 from programs import Programs
+from ranks import on_ranks
 
 WIDTH, ROWS = 8, 6
 NBYTES = 4 * ROWS * WIDTH
@@ -211,6 +213,54 @@ def test_measuring_leaves_no_trace(model: Model, fails_at: int | None, has_grads
     assert random.getstate() == drawn[1]
 
 
+class _WithOddBuffers(Plain):
+    """A sparse one, and one that forward makes as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("links", torch.eye(WIDTH).to_sparse())
+        self.register_buffer("shifts", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.shifts.resize_(len(x)).fill_(0.5)
+        return super().forward(torch.sparse.mm(self.links, x.t()).t() + self.shifts[:, None])
+
+
+def test_odd_buffers_and_sparse_gradients_are_put_back() -> None:
+    model = Model(_WithOddBuffers)
+    model.rows = nn.Embedding(9, WIDTH, sparse=True)
+
+    def step() -> None:
+        model(model.rows(torch.arange(ROWS) % 9)).backward()
+
+    step()
+    model.blocks[0].shifts.resize_(2)
+    before = copy.deepcopy([model.rows.weight.grad, *model.buffers()])
+    memory.fit(model, step, "500GB")
+    now = [model.rows.weight.grad, *model.buffers()]
+    assert [one.layout for one in now] == [one.layout for one in before]
+    assert equal([one.to_dense() for one in now], [one.to_dense() for one in before])
+
+
+@pytest.mark.usefixtures("all_fit")
+def test_remove_leaves_what_a_script_has_put_around_a_forward(model: Model) -> None:
+    fitted = memory.fit(model, step_of(model), "500MB")
+    block, calls = model.blocks[0], []
+    inner = block.forward
+
+    def around(*args: Any) -> Any:
+        calls.append(1)
+        return inner(*args)
+
+    block.forward = around
+    fitted.remove()
+    assert block.forward is around
+    model(torch.randn(ROWS, WIDTH)).backward()
+    assert calls == [1]  # not again in backward
+    assert not any("forward" in vars(one) for one in model.blocks[1:])
+
+
 @pytest.mark.usefixtures("all_fit")
 def test_a_model_may_be_compiled_afterwards(model: Model) -> None:
     plain = copy.deepcopy(model)
@@ -331,6 +381,14 @@ def distributed() -> nn.Module:
 def test_models_that_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         memory.fit(make(), lambda: None)
+
+
+@on_ranks(2)
+def test_models_that_are_divided_are_refused(rank: int, world: int) -> None:
+    model = Model(Plain)
+    fully_shard(model)
+    with pytest.raises(ValueError, match="divided over ranks"):
+        memory.fit(model, lambda: None)
 
 
 def test_a_limit_that_is_no_size_at_all(model: Model) -> None:

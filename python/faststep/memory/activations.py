@@ -39,10 +39,11 @@ class UndoneStep:
             (module, name, buffer, buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
+            if buffer.layout is torch.strided  # others have no operators in place
         ]
         copies = [copy for *_, copy in self._grads if copy is not None]
         copies += [copy for *_, copy in self._buffers]
-        self.nbytes = sum(copy.nbytes for copy in copies)
+        self.nbytes = sum(map(_nbytes, copies))
         self.changing: Buffers = []
         self._numpy = sys.modules.get("numpy")
 
@@ -77,11 +78,17 @@ class UndoneStep:
                 grad.copy_(copy)
         for module, name, buffer, copy in self._changed():
             setattr(module, name, buffer)
-            buffer.copy_(copy)
+            buffer.resize_(copy.shape).copy_(copy)
 
 
 def _copy(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.detach().clone()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Also of the gradient of a sparse embedding."""
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return sum(part.nbytes for part in parts)
 
 
 def step_memory(step: Step, device: torch.device) -> tuple[int, int]:
@@ -160,7 +167,8 @@ def saved_by(
         By the index of each block, in the order in which they were called first; and what is saved
         outside of them until the first one is called, until the second one is, and so on.
     """
-    saved = _Saved({_key(one) for one in (*model.parameters(), *model.buffers())})
+    fixed = (*model.parameters(), *model.buffers())
+    saved = _Saved({_key(one) for one in fixed if one.layout is torch.strided})
     order: dict[int, None] = {}
 
     def enter(index: int, args: object, kwargs: object) -> None:

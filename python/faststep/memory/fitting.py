@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch.dtensor import is_dtensor
+from .._torch.fsdp import is_fsdp_shard
 from ..zero.stage3.blocks import blocks_of
 from .activations import (
     Step,
@@ -106,8 +108,8 @@ def fit(model: nn.Module, step: Step, limit: int | str = "6GiB") -> Fitted:
     Raises:
         TypeError: limit is neither an int nor a str.
         ValueError: limit is no size, the model has no repeated blocks, is compiled, inside of
-            DistributedDataParallel, fitted already or on several devices, or step() changes
-            parameters.
+            DistributedDataParallel, divided over ranks, fitted already or on several devices, or
+            step() changes parameters.
         MemoryError: no choice stays within the limit. It tells the least peak that was reached.
     """
     most = _limit_of(limit)
@@ -174,6 +176,8 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module]) -> torch.device:
             "the model has no repeated blocks: fit() needs modules with children, several of a "
             "class, as the layers of a transformer are"
         )
+    if any(is_dtensor(param) or is_fsdp_shard(param) for param in model.parameters()):
+        raise ValueError("fit() does not take parameters that are divided over ranks (FSDP)")
     devices = {param.device for param in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise ValueError(f"fit() needs a model on the CPU or one CUDA device, not {devices}")

@@ -45,6 +45,9 @@ class Replaced:
 
     def take_off(self) -> None:
         """Let the block have its forward back."""
+        if vars(self._block).get("forward") is not self:
+            self.__class__ = Replaced  # a script has put something around it
+            return
         del self._block.forward
         if self._replaced is not None:
             self._block.forward = self._replaced
