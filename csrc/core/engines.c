@@ -1,11 +1,12 @@
 #define _GNU_SOURCE /* for the cores of threads */
 #include "core/engines.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "base/threads.h"
+#include "io/clock.h"
 
 enum { MOST_UPDATERS = 256 };
 
@@ -29,13 +30,6 @@ struct fst_engines {
     engine_thread threads[2 + MOST_UPDATERS];
 };
 
-static uint64_t now(void)
-{
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return (uint64_t)at.tv_sec * 1000000000u + (uint64_t)at.tv_nsec;
-}
-
 /* Wakes threads for the tiles that wait for an engine. */
 static void wake(fst_engines *all, unsigned engine)
 {
@@ -56,9 +50,9 @@ static void *run(void *argument)
             continue;
         }
         pthread_mutex_unlock(&all->lock);
-        const uint64_t began = now();
+        const int64_t began = fst_now_ns();
         const int failed = all->work(all->context, engine, tile);
-        const uint64_t took = now() - began;
+        const uint64_t took = (uint64_t)(fst_now_ns() - began);
         pthread_mutex_lock(&all->lock);
         all->busy[engine] += took;
         fst_pipeline_finish(&all->tiles, engine, tile, failed);
@@ -128,7 +122,7 @@ fst_engines *fst_engines_new(unsigned updaters, fst_engine_work work, void *cont
                                 : i == 1 ? FST_ENGINE_OUT
                                          : FST_ENGINE_UPDATE;
         all->threads[i] = (engine_thread){all, engine};
-        if (pthread_create(&all->ids[i], NULL, run, &all->threads[i])) {
+        if (fst_thread_start(&all->ids[i], "faststep-step", run, &all->threads[i])) {
             end(all);
             fst_fail(status, FST_NO_MEMORY, "the system has no more threads");
             return NULL;
@@ -179,14 +173,15 @@ fst_code fst_engines_resize(fst_engines *engines, uint32_t count, fst_status *st
     return FST_OK;
 }
 
-static int for_each(fst_engines *engines, uint32_t first, uint32_t last,
-                    int (*tell)(fst_pipeline *, uint32_t))
+/* Whether all tiles of [first, last) say yes. With `moves` they may then wait for engines. */
+static int for_each(fst_engines *engines, uint32_t first, uint32_t last, int moves,
+                    int (*ask)(fst_pipeline *, uint32_t))
 {
     int all = 1;
     pthread_mutex_lock(&engines->lock);
     for (uint32_t tile = first; tile < last; tile++)
-        all &= tell(&engines->tiles, tile);
-    for (unsigned engine = 0; engine < FST_ENGINES; engine++)
+        all &= ask(&engines->tiles, tile);
+    for (unsigned engine = 0; moves && engine < FST_ENGINES; engine++)
         wake(engines, engine);
     pthread_mutex_unlock(&engines->lock);
     return all;
@@ -194,37 +189,22 @@ static int for_each(fst_engines *engines, uint32_t first, uint32_t last,
 
 int fst_engines_arrive(fst_engines *engines, uint32_t first, uint32_t last)
 {
-    return for_each(engines, first, last, fst_pipeline_arrive);
+    return for_each(engines, first, last, 1, fst_pipeline_arrive);
 }
 
 int fst_engines_allow(fst_engines *engines, uint32_t first, uint32_t last)
 {
-    return for_each(engines, first, last, fst_pipeline_allow);
+    return for_each(engines, first, last, 1, fst_pipeline_allow);
 }
 
 int fst_engines_expect(fst_engines *engines, uint32_t first, uint32_t last)
 {
-    pthread_mutex_lock(&engines->lock);
-    int all = !engines->tiles.failed;
-    for (uint32_t tile = first; tile < last; tile++) {
-        const uint8_t state = engines->tiles.state[tile];
-        all = all && state >= FST_TILE_ARRIVED && state <= FST_TILE_HERE &&
-              !engines->tiles.allowed[tile];
-    }
-    pthread_mutex_unlock(&engines->lock);
-    return all;
+    return for_each(engines, first, last, 0, fst_pipeline_expects);
 }
 
 int fst_engines_copied(fst_engines *engines, uint32_t first, uint32_t last)
 {
-    int all = 1;
-    pthread_mutex_lock(&engines->lock);
-    for (uint32_t tile = first; tile < last; tile++) {
-        const uint8_t state = engines->tiles.state[tile];
-        all = all && state != FST_TILE_ARRIVED && state != FST_TILE_COPYING;
-    }
-    pthread_mutex_unlock(&engines->lock);
-    return all;
+    return for_each(engines, first, last, 0, fst_pipeline_copied);
 }
 
 void fst_engines_begin(fst_engines *engines)

@@ -3,9 +3,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "core/passes.h"
+#include "io/clock.h"
 
 typedef struct {
     fst_offload_param at;
@@ -20,10 +20,10 @@ typedef struct {
 
 typedef struct {
     double rate;
-    struct timespec free; /* when the link has sent what it was given */
+    int64_t free; /* when the link has sent what it was given, in ns */
 } simulated_link;
 
-#define IDLE 0.002 /* seconds without work after which a simulated link begins anew */
+enum { IDLE_NS = 2000000 }; /* without work, after which a simulated link begins anew */
 
 struct fst_offload {
     fst_engines *engines;
@@ -36,25 +36,17 @@ struct fst_offload {
     simulated_link wires[FST_ENGINES];
 };
 
-static double seconds_between(const struct timespec *from, const struct timespec *to)
-{
-    return (double)(to->tv_sec - from->tv_sec) + (double)(to->tv_nsec - from->tv_nsec) * 1e-9;
-}
-
 /* Waits until the link would have sent so many more bytes. A thread that wakes up late does not
  * slow the link down: what is sent next was queued behind. */
 static void pace(simulated_link *wire, size_t bytes)
 {
-    struct timespec now;
     if (!(wire->rate > 0.0))
         return;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    if (seconds_between(&wire->free, &now) > IDLE)
-        wire->free = now;
-    const double at = (double)wire->free.tv_nsec * 1e-9 + (double)bytes / wire->rate;
-    wire->free.tv_sec += (time_t)at;
-    wire->free.tv_nsec = (long)((at - floor(at)) * 1e9);
-    clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &wire->free, NULL);
+    const int64_t now = fst_now_ns();
+    wire->free = (now - wire->free > IDLE_NS ? now : wire->free) +
+                 (int64_t)((double)bytes / wire->rate * 1e9);
+    const struct timespec until = fst_time_at(wire->free);
+    clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
 }
 
 /* Copies a gradient, or waits until the device has; returns 1 if that failed. */

@@ -62,11 +62,23 @@ int fst_pipeline_arrive(fst_pipeline *pipeline, uint32_t tile)
     return 1;
 }
 
+int fst_pipeline_copied(fst_pipeline *pipeline, uint32_t tile)
+{
+    const uint8_t state = pipeline->state[tile];
+    return state != FST_TILE_ARRIVED && state != FST_TILE_COPYING;
+}
+
+int fst_pipeline_expects(fst_pipeline *pipeline, uint32_t tile)
+{
+    const uint8_t state = pipeline->state[tile];
+    return !pipeline->failed && !pipeline->allowed[tile] && state >= FST_TILE_ARRIVED &&
+           state <= FST_TILE_HERE;
+}
+
 int fst_pipeline_allow(fst_pipeline *pipeline, uint32_t tile)
 {
     const uint8_t state = pipeline->state[tile];
-    if (pipeline->failed || pipeline->allowed[tile] || state < FST_TILE_ARRIVED ||
-        state > FST_TILE_HERE)
+    if (!fst_pipeline_expects(pipeline, tile))
         return 0;
     pipeline->allowed[tile] = 1;
     pipeline->began = 1;

@@ -66,6 +66,11 @@ int fst_pipeline_arrive(fst_pipeline *pipeline, uint32_t tile);
  * failed since the pass began, or the tile is past its update. */
 int fst_pipeline_allow(fst_pipeline *pipeline, uint32_t tile);
 
+/* Whether fst_pipeline_allow would not refuse; whether the tile neither waits for a copy in nor is
+ * being copied. */
+int fst_pipeline_expects(fst_pipeline *pipeline, uint32_t tile);
+int fst_pipeline_copied(fst_pipeline *pipeline, uint32_t tile);
+
 /* The next tile for an engine, which has it until it calls `finish`; FST_NO_TILE: none waits. */
 uint32_t fst_pipeline_take(fst_pipeline *pipeline, unsigned engine);
 void fst_pipeline_finish(fst_pipeline *pipeline, unsigned engine, uint32_t tile, int failed);

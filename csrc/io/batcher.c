@@ -1,12 +1,11 @@
 #define _GNU_SOURCE /* pthread_setname_np */
 #include "io/batcher.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/stream.h"
+#include "base/threads.h"
 #include "io/clock.h"
 
 enum {
@@ -169,18 +168,10 @@ static void *work(void *argument)
  * works too. */
 static void start_threads(fst_batcher *batcher)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (batcher->started < batcher->wanted &&
-           !pthread_create(&batcher->threads[batcher->started], NULL, work, batcher)) {
-#ifdef __linux__
-        pthread_setname_np(batcher->threads[batcher->started], "faststep-data");
-#endif
+           !fst_thread_start(&batcher->threads[batcher->started], "faststep-data", work, batcher))
         batcher->started++;
-    }
     batcher->wanted = batcher->started;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* Allocates a batch with room for the places of its samples. */
@@ -255,14 +246,15 @@ fst_code fst_batcher_wait(fst_batcher *batcher, fst_batch *b, int milliseconds, 
     *done = 0;
     if (batcher->forks != fst_forks())
         return wrong_process(status);
-    const struct timespec deadline = fst_time_after(milliseconds);
+    const int64_t end = fst_now_ns() + (int64_t)milliseconds * 1000000;
+    const struct timespec deadline = fst_time_at(end);
     pthread_mutex_lock(&batcher->lock);
     while (b->done < b->rows && (b->placed || !place(batcher, b, status))) {
         if (b->taken < b->rows)
             fill_piece(batcher, b);
         else
             pthread_cond_timedwait(&batcher->finished, &batcher->lock, &deadline);
-        if (fst_time_is_past(&deadline))
+        if (fst_now_ns() >= end)
             break;
     }
     *done = b->done == b->rows;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -245,3 +246,30 @@ def test_several_threads_may_share_an_iterator(options: dict[str, Any]) -> None:
 
     side_by_side(4, consume)
     assert sorted(seen) == list(range(ROWS))
+
+
+CUT = """
+import faulthandler, os, sys, time, torch
+from faststep import _C
+faulthandler.enable()
+data = torch.from_file(sys.argv[1], shared=True, size=1 << 20)
+os.truncate(sys.argv[1], 0)
+fields, rows = ((torch.empty(0, 1 << 18), 0),), (0, 4, ((data.data_ptr(), 1 << 20),))
+gather = _C.Gather(_C.Slots(), fields, (rows,), 1, False, data)
+batch = gather.submit([0, 1, 2, 3])
+time.sleep(60)
+"""
+
+
+def test_python_tells_of_a_fault_in_a_thread(tmp_path: Path) -> None:
+    """The file that it reads was cut off."""
+    (tmp_path / "rows").write_bytes(bytes(4 << 20))
+    ran = subprocess.run(
+        [sys.executable, "-c", CUT, str(tmp_path / "rows")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "Fatal Python error: Bus error" in ran.stderr
+    assert ran.returncode < 0

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 import faststep
+from faststep import _C
 
 from .common import assert_same, bits
 
 COUNT = 30_000
 RATE = COUNT * 4 / 0.03
+TASKS = Path("/proc/self/task")
 
 
 class Two(nn.Module):
@@ -338,6 +344,25 @@ optimizer.step()
 model.me, optimizer.me = model, optimizer  # goes only with the interpreter
 atexit.register(lambda: print("exits"))
 """
+
+
+def blocks(task: Path, number: signal.Signals) -> bool:
+    [mask] = re.findall(r"SigBlk:\s*(\w+)", (task / "status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_threads_leave_signals_to_those_of_the_script() -> None:
+    """Else one of them may take a signal that a script waits for by sigwait()."""
+    before = set(TASKS.iterdir())
+    offload = _C.Offload(2, 1)
+    tasks = set(TASKS.iterdir()) - before
+    assert len(tasks) == 4
+    for task in tasks:
+        while blocks(task, signal.SIGSEGV):  # which faulthandler reports: the thread starts
+            time.sleep(0.001)
+        for of_script in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
+            assert blocks(task, of_script)
+    del offload
 
 
 def test_an_interpreter_exits_while_threads_copy() -> None:
