@@ -47,7 +47,8 @@ typedef struct {
 /* Empty tables on a device, or NULL. */
 fst_gpu_tables *fst_gpu_tables_new(int device, fst_status *status);
 
-/* Frees the tables. May be called after the driver has shut down, and in a forked child. */
+/* Frees tables, or does nothing for NULL. May be called after the driver has shut down, and in a
+ * forked child. */
 void fst_gpu_tables_free(fst_gpu_tables *tables);
 
 /* Brings the tables up to date for the passes that follow, which run on `stream`. `work` must

@@ -44,10 +44,18 @@ static int choose_kernels(PyObject *module)
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
 }
 
-static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
+static int add_types(PyObject *module, PyTypeObject **types)
 {
-    *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
-    return *type ? PyModule_AddType(module, *type) : -1;
+    static PyType_Spec *const specs[FST_TYPES] = {
+        &fst_slots_spec,   &fst_gather_spec,    &fst_batch_spec,        &fst_arena_spec,
+        &fst_offload_spec, &fst_step_plan_spec, &fst_release_hook_spec,
+    };
+    int failed = 0;
+    for (int i = 0; !failed && i < FST_TYPES; i++) {
+        types[i] = (PyTypeObject *)PyType_FromModuleAndSpec(module, specs[i], NULL);
+        failed = !types[i] || PyModule_AddType(module, types[i]);
+    }
+    return failed ? -1 : 0;
 }
 
 static int add_tensor_error(PyObject *module, fst_module *state)
@@ -72,27 +80,16 @@ static int module_exec(PyObject *module)
 {
     fst_module *state = fst_module_state(module);
     if (choose_kernels(module) || intern_names(&state->names) ||
-        fst_tensors_init(&state->tensors) || add_tensor_error(module, state) ||
-        add_type(module, &fst_slots_spec, &state->slots_type) ||
-        add_type(module, &fst_gather_spec, &state->gather_type) ||
-        add_type(module, &fst_batch_spec, &state->batch_type) ||
-        add_type(module, &fst_arena_spec, &state->arena_type) ||
-        add_type(module, &fst_offload_spec, &state->offload_type) ||
-        add_type(module, &fst_step_plan_spec, &state->plan_type))
+        fst_tensors_init(&state->tensors) || add_tensor_error(module, state))
         return -1;
-    return add_type(module, &fst_release_hook_spec, &state->release_hook_type);
+    return add_types(module, state->types);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     fst_module *state = fst_module_state(module);
-    Py_VISIT(state->plan_type);
-    Py_VISIT(state->offload_type);
-    Py_VISIT(state->slots_type);
-    Py_VISIT(state->gather_type);
-    Py_VISIT(state->batch_type);
-    Py_VISIT(state->arena_type);
-    Py_VISIT(state->release_hook_type);
+    for (int i = 0; i < FST_TYPES; i++)
+        Py_VISIT(state->types[i]);
     Py_VISIT(state->tensor_error);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
@@ -101,13 +98,8 @@ static int module_clear(PyObject *module)
 {
     fst_module *state = fst_module_state(module);
     fst_tensors_clear(&state->tensors);
-    Py_CLEAR(state->plan_type);
-    Py_CLEAR(state->offload_type);
-    Py_CLEAR(state->slots_type);
-    Py_CLEAR(state->gather_type);
-    Py_CLEAR(state->batch_type);
-    Py_CLEAR(state->arena_type);
-    Py_CLEAR(state->release_hook_type);
+    for (int i = 0; i < FST_TYPES; i++)
+        Py_CLEAR(state->types[i]);
     Py_CLEAR(state->tensor_error);
     Py_CLEAR(state->names.grad);
     Py_CLEAR(state->names.state);
@@ -119,11 +111,9 @@ static void module_free(void *module)
 {
     fst_module *state = fst_module_state(module);
     module_clear(module);
-    if (state)
-        fst_unscaled_forget(&state->unscaled);
-    for (int i = 0; state && i < FST_GPU_DEVICES; i++)
-        if (state->list_tables[i])
-            fst_gpu_tables_free(state->list_tables[i]);
+    fst_unscaled_forget(&state->unscaled);
+    for (int i = 0; i < FST_GPU_DEVICES; i++)
+        fst_gpu_tables_free(state->list_tables[i]);
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -23,10 +23,13 @@ typedef struct {
     int data, free, owner; /* words */
 } fst_owner_places;
 
+/* The types of the module, in the order of their specs in module.c. */
+enum { FST_SLOTS, FST_GATHER, FST_BATCH, FST_ARENA, FST_OFFLOAD, FST_PLAN, FST_HOOK, FST_TYPES };
+
 typedef struct {
     fst_tensors tensors;
     fst_names names;
-    PyTypeObject *plan_type;
+    PyTypeObject *types[FST_TYPES];
     PyObject *tensor_error; /* the exception _C.TensorError */
     fst_record_layout records;
     fst_owner_places owners;
@@ -35,8 +38,6 @@ typedef struct {
     _Bool (*has_callbacks)(void);                 /* libtorch's; NULL: not known */
     int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
-    PyTypeObject *slots_type, *gather_type, *batch_type, *arena_type, *release_hook_type;
-    PyTypeObject *offload_type;
 } fst_module;
 
 /* The state of the module. Functions get the module as their first argument. */

@@ -10,7 +10,6 @@
 typedef struct {
     PyObject_HEAD
     fst_arena *arena;
-    const fst_dl_api *api;
 } arena_object;
 
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
@@ -65,7 +64,7 @@ static PyObject *tensor_at(const arena_object *self, size_t block, void *data, s
     }
     *use = (block_use){self->arena, block, end, getpid()};
     fst_arena_keep(self->arena);
-    return fst_export_tensor(self->api, &form, end_use, use);
+    return fst_export_tensor(PyType_GetModuleState(Py_TYPE(self)), &form, end_use, use);
 }
 
 static PyObject *tensor_over(const arena_object *self, size_t block, size_t size,
@@ -78,10 +77,8 @@ static PyObject *tensor_over(const arena_object *self, size_t block, size_t size
  * file. */
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    const fst_module *state = PyType_GetModuleState(type);
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fst_status status = {0};
-    arena_object *self = NULL;
     int file = -1;
     Py_ssize_t reserve = 0;
     if (keywords && PyDict_Size(keywords)) {
@@ -92,20 +89,17 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
         return NULL;
     if (PyTuple_Size(args) && (file < 0 || reserve <= 0))
         return PyErr_Format(PyExc_ValueError, "no arena of %zd bytes in file %d", reserve, file);
-    self = (arena_object *)alloc(type, 0);
-    if (!self || !(self->api = fst_torch_api(state)))
-        goto error;
+    arena_object *self = (arena_object *)alloc(type, 0);
+    if (!self && file >= 0)
+        close(file);
+    if (!self)
+        return NULL;
     self->arena =
         file < 0 ? fst_arena_new(&status) : fst_arena_attach(file, (size_t)reserve, &status);
     if (self->arena)
         return (PyObject *)self;
-    file = -1; /* is closed */
-    fst_raise(&status);
-error:
-    if (file >= 0)
-        close(file);
-    Py_XDECREF(self);
-    return NULL;
+    Py_DECREF(self);
+    return fst_raise(&status);
 }
 
 static void arena_dealloc(PyObject *object)

@@ -3,28 +3,13 @@
 
 #include "core/layout.h"
 
-const fst_dl_api *fst_torch_api(const fst_module *state)
-{
-    PyObject *capsule =
-        PyObject_GetAttrString(state->tensors.tensor_type, "__dlpack_c_exchange_api__");
-    const fst_dl_header *header =
-        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule);
-    while (header && header->version.major != 1)
-        header = header->previous;
-    if (!header && !PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "this torch has no DLPack exchange API of version 1");
-    return (const fst_dl_api *)header;
-}
-
-int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                    fst_dl_tensor *tensor)
+int fst_read_tensor(const fst_module *state, PyObject *object, fst_dl_tensor *tensor)
 {
     if ((PyObject *)Py_TYPE(object) != state->tensors.tensor_type) {
         PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
         return -1;
     }
-    if (api->tensor_from_py_object(object, tensor))
+    if (state->tensors.api->tensor_from_py_object(object, tensor))
         return -1;
     if (tensor->device.device_type != FST_DL_CPU) {
         PyErr_SetString(PyExc_TypeError, "expected a tensor in CPU memory");
@@ -33,10 +18,9 @@ int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *ob
     return 0;
 }
 
-int fst_read_memory(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                    fst_dl_tensor *tensor)
+int fst_read_memory(const fst_module *state, PyObject *object, fst_dl_tensor *tensor)
 {
-    if (fst_read_tensor(state, api, object, tensor))
+    if (fst_read_tensor(state, object, tensor))
         return -1;
     if (!tensor->data && fst_layout_count(tensor->ndim, tensor->shape)) {
         PyErr_SetString(PyExc_TypeError, "the tensor has no memory behind it");
@@ -45,11 +29,10 @@ int fst_read_memory(const fst_module *state, const fst_dl_api *api, PyObject *ob
     return 0;
 }
 
-int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                          Py_ssize_t *count)
+int64_t *fst_read_indices(const fst_module *state, PyObject *object, Py_ssize_t *count)
 {
     fst_dl_tensor tensor;
-    if (fst_read_memory(state, api, object, &tensor))
+    if (fst_read_memory(state, object, &tensor))
         return NULL;
     if (tensor.dtype.code != FST_DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
         (tensor.shape[0] > 1 && tensor.strides && tensor.strides[0] != 1)) {

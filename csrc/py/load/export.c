@@ -17,11 +17,11 @@ static void end_export(fst_dl_managed *managed)
     free(export);
 }
 
-PyObject *fst_export_tensor(const fst_dl_api *api, const fst_dl_tensor *form,
+PyObject *fst_export_tensor(const fst_module *state, const fst_dl_tensor *form,
                             void (*end)(void *owner), void *owner)
 {
     int (*to_object)(fst_dl_managed *, void **) =
-        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
+        (int (*)(fst_dl_managed *, void **))state->tensors.api->managed_tensor_to_py_object;
     const size_t dims = (size_t)form->ndim;
     tensor_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
     void *tensor = NULL;

@@ -15,8 +15,8 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         PyErr_SetString(PyExc_TypeError, "Gather() takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O!O!O!IpO", state->slots_type, &slots, &PyTuple_Type, &fields,
-                          &PyTuple_Type, &nodes, &threads, &may_wait, &owner))
+    if (!PyArg_ParseTuple(args, "O!O!O!IpO", state->types[FST_SLOTS], &slots, &PyTuple_Type,
+                          &fields, &PyTuple_Type, &nodes, &threads, &may_wait, &owner))
         return NULL;
     fst_gather_object *self = (fst_gather_object *)alloc(type, 0);
     if (!self)
@@ -24,8 +24,7 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     self->moves = fst_hold_moves();
     self->slots = (fst_slots_object *)Py_NewRef(slots);
     self->owner = Py_NewRef(owner);
-    self->api = fst_torch_api(state);
-    if (!self->api || fst_gather_parse(state, self, fields, nodes)) {
+    if (fst_gather_parse(state, self, fields, nodes)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -65,8 +64,9 @@ typedef struct {
 static PyObject *new_batch(const fst_module *state, fst_gather_object *gather, fst_batch *batch,
                            PyObject *outputs)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(state->batch_type, Py_tp_alloc);
-    batch_object *self = (batch_object *)alloc(state->batch_type, 0);
+    PyTypeObject *type = state->types[FST_BATCH];
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    batch_object *self = (batch_object *)alloc(type, 0);
     if (!self) {
         fst_batcher_drop(gather->batcher, batch);
         return NULL;
@@ -139,11 +139,10 @@ static PyObject *gather_submit(PyObject *object, PyObject *args)
         return NULL;
     if ((all = fst_sequence_size(indices)) >= 0)
         return submit_sequence(self, indices, all, outputs);
-    int64_t *places =
-        fst_read_indices(PyType_GetModuleState(Py_TYPE(object)), self->api, indices, &all);
+    int64_t *places = fst_read_indices(PyType_GetModuleState(Py_TYPE(object)), indices, &all);
     if (!places && PyErr_Occurred())
         return NULL;
-    if (count < 0)
+    if (count < 0 && start >= 0)
         count = all - start;
     if (start < 0 || count < 0 || start > all - count)
         return PyErr_Format(PyExc_ValueError, "no %zd indices from %zd on among %zd", count, start,
@@ -152,18 +151,19 @@ static PyObject *gather_submit(PyObject *object, PyObject *args)
 }
 
 /* Makes a tensor over a slot, which it takes over in any case. */
-static PyObject *tensor_over(const fst_dl_api *api, const fst_field_form *form, size_t rows,
+static PyObject *tensor_over(const fst_module *state, const fst_field_form *form, size_t rows,
                              fst_slot *slot)
 {
     int64_t shape[FST_MAX_ROW_DIMS + 1] = {(int64_t)rows};
     for (int d = 0; d < form->row_dims; d++)
         shape[d + 1] = form->row_shape[d];
-    return fst_slot_tensor(api, form->dtype, form->row_dims + 1, shape, NULL, slot);
+    return fst_slot_tensor(state, form->dtype, form->row_dims + 1, shape, NULL, slot);
 }
 
 /* The tensors over the slots of a batch that is done, which it frees. */
 static PyObject *tensors_of(fst_gather_object *self, fst_batch *batch)
 {
+    const fst_module *state = PyType_GetModuleState(Py_TYPE(self));
     const size_t fields = self->table.field_count;
     fst_slot **slots = PyMem_Calloc(fields, sizeof(fst_slot *));
     PyObject *list = slots ? PyList_New((Py_ssize_t)fields) : PyErr_NoMemory();
@@ -178,7 +178,7 @@ static PyObject *tensors_of(fst_gather_object *self, fst_batch *batch)
             fst_slot_give_back(slots[f]);
             continue;
         }
-        PyObject *tensor = tensor_over(self->api, &self->forms[f], rows, slots[f]);
+        PyObject *tensor = tensor_over(state, &self->forms[f], rows, slots[f]);
         if (!tensor || PyList_SetItem(list, (Py_ssize_t)f, tensor))
             Py_CLEAR(list);
     }

@@ -25,7 +25,6 @@ typedef struct {
     PyObject_HEAD
     fst_slots_object *slots;
     PyObject *owner; /* keeps the arrays alive */
-    const fst_dl_api *api;
     fst_table table;
     fst_field_form *forms; /* one per field */
     fst_watch **watches;   /* one per node and field; NULL: cannot move */
@@ -36,11 +35,11 @@ typedef struct {
 
 /* A tensor over a slot. The slot returns to its pool when the last tensor over its memory is
  * freed. Without strides the tensor is contiguous. Takes the slot over in any case. */
-PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, int64_t *shape,
+PyObject *fst_slot_tensor(const fst_module *state, fst_dl_dtype dtype, int ndim, int64_t *shape,
                           int64_t *strides, fst_slot *slot);
 
 /* Remembers the address and form of a torch.Tensor; NULL with a Python error. */
-fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);
+fst_watch *fst_watch_new(const fst_module *state, PyObject *object);
 void fst_watch_free(fst_watch *watch);
 
 /* How often torch has moved held memory or freed its storage (hold.c). */

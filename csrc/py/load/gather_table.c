@@ -68,7 +68,7 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     if (!is_tuple(spec) ||
         !PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
                           &PyTuple_Type, &floats) ||
-        fst_read_tensor(state, self->api, prototype, &tensor))
+        fst_read_tensor(state, prototype, &tensor))
         return -1;
     if (tensor.ndim < 1 || tensor.ndim > FST_MAX_ROW_DIMS + 1 || tensor.dtype.bits % 8 ||
         conversion < 0 || conversion >= FST_CONVERSION_COUNT ||
@@ -84,7 +84,10 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     field->items = conversion == FST_AS_IS ? tensor.dtype.bits / 8u * tensor.dtype.lanes : 1;
     for (int d = 0; d < form->row_dims; d++) {
         form->row_shape[d] = tensor.shape[d + 1];
-        field->items *= (size_t)tensor.shape[d + 1];
+        if (__builtin_mul_overflow(field->items, (size_t)tensor.shape[d + 1], &field->items)) {
+            PyErr_SetString(PyExc_ValueError, "a row of a field is larger than memory");
+            return -1;
+        }
     }
     return floats ? parse_floats(field, form, floats) : 0;
 }
@@ -113,7 +116,7 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     }
     for (size_t f = 0; f < fields; f++) {
         fst_dl_tensor tensor;
-        if (fst_read_memory(state, self->api, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
+        if (fst_read_memory(state, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
             return -1;
         if (!is_batch(&self->forms[f], rows, &tensor)) {
             PyErr_Format(PyExc_ValueError,
@@ -128,8 +131,8 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
 }
 
 /* Parses (address, stride[, the tensor with these rows, or None]). */
-static int parse_column(const fst_module *state, const fst_gather_object *self, PyObject *spec,
-                        fst_column *column, fst_watch **watch)
+static int parse_column(const fst_module *state, PyObject *spec, fst_column *column,
+                        fst_watch **watch)
 {
     unsigned long long address;
     long long stride;
@@ -137,7 +140,7 @@ static int parse_column(const fst_module *state, const fst_gather_object *self, 
     if (!is_tuple(spec) || !PyArg_ParseTuple(spec, "KL|O", &address, &stride, &watched))
         return -1;
     *column = (fst_column){(const char *)(uintptr_t)address, stride};
-    return watched == Py_None || (*watch = fst_watch_new(state, self->api, watched)) ? 0 : -1;
+    return watched == Py_None || (*watch = fst_watch_new(state, watched)) ? 0 : -1;
 }
 
 static int parse_rows(const fst_module *state, fst_gather_object *self, size_t number,
@@ -161,7 +164,7 @@ static int parse_rows(const fst_module *state, fst_gather_object *self, size_t n
         return -1;
     }
     for (size_t f = 0; f < fields; f++)
-        if (parse_column(state, self, PyTuple_GetItem(columns, (Py_ssize_t)f), &node->columns[f],
+        if (parse_column(state, PyTuple_GetItem(columns, (Py_ssize_t)f), &node->columns[f],
                          &self->watches[number * fields + f]))
             return -1;
     return 0;

@@ -79,12 +79,10 @@ static hold *hold_storage(const fst_owner_places *at, uint64_t *words)
 PyObject *fst_py_hold(PyObject *module, PyObject *args)
 {
     const fst_module *state = fst_module_state(module);
-    const fst_dl_api *api = fst_torch_api(state);
     unsigned long long record;
     PyObject *object;
     fst_dl_tensor tensor;
-    if (!api || !PyArg_ParseTuple(args, "OK", &object, &record) ||
-        fst_read_tensor(state, api, object, &tensor))
+    if (!PyArg_ParseTuple(args, "OK", &object, &record) || fst_read_tensor(state, object, &tensor))
         return NULL;
     uint64_t *words = (uint64_t *)(uintptr_t)record;
     if (!state->owners.known || !words || !tensor.strides) {
@@ -98,7 +96,7 @@ PyObject *fst_py_hold(PyObject *module, PyObject *args)
         return NULL;
     }
     hold *held = hold_storage(&state->owners, words);
-    return held ? fst_export_tensor(api, &tensor, let_go, held) : NULL;
+    return held ? fst_export_tensor(state, &tensor, let_go, held) : NULL;
 }
 
 PyObject *fst_py_holds(PyObject *module, PyObject *unused)

@@ -4,18 +4,16 @@
 
 PyObject *fst_py_permute(PyObject *module, PyObject *args)
 {
-    fst_module *state = fst_module_state(module);
-    const fst_dl_api *api = fst_torch_api(state);
     unsigned long long length, seed, epoch, start, step;
     PyObject *out;
     Py_ssize_t count = 0;
     fst_shuffle shuffle;
-    if (!api || !PyArg_ParseTuple(args, "OKKKKK", &out, &length, &seed, &epoch, &start, &step))
+    if (!PyArg_ParseTuple(args, "OKKKKK", &out, &length, &seed, &epoch, &start, &step))
         return NULL;
     if (length < 1 || length > INT64_MAX || start > INT64_MAX || step > INT64_MAX)
         return PyErr_Format(PyExc_ValueError, "no permutation of %llu numbers from place %llu on",
                             length, start);
-    int64_t *indices = fst_read_indices(state, api, out, &count);
+    int64_t *indices = fst_read_indices(fst_module_state(module), out, &count);
     if (!indices && PyErr_Occurred())
         return NULL;
     fst_shuffle_init(&shuffle, length, seed, epoch);

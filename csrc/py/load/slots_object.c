@@ -6,7 +6,7 @@ static void end_slot(void *slot)
     fst_slot_give_back(slot);
 }
 
-PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, int64_t *shape,
+PyObject *fst_slot_tensor(const fst_module *state, fst_dl_dtype dtype, int ndim, int64_t *shape,
                           int64_t *strides, fst_slot *slot)
 {
     const fst_dl_tensor form = {.data = slot->data,
@@ -15,7 +15,7 @@ PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, i
                                 .dtype = dtype,
                                 .shape = shape,
                                 .strides = strides};
-    return fst_export_tensor(api, &form, end_slot, slot);
+    return fst_export_tensor(state, &form, end_slot, slot);
 }
 
 static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -61,22 +61,18 @@ static PyObject *slots_counts(PyObject *object, PyObject *unused)
                          (Py_ssize_t)counts.held);
 }
 
-/* Bytes of `count` rows with the strides of `form`, a dense tensor. */
-static size_t bytes_of(const fst_dl_tensor *form, int64_t count)
-{
-    size_t bytes = form->dtype.bits / 8u * form->dtype.lanes * (size_t)count;
-    for (int d = 1; d < form->ndim; d++)
-        bytes *= (size_t)form->shape[d];
-    return bytes;
-}
-
-/* Whether `count` rows with the strides of `form` fit the memory of as many dense rows. */
-static int is_inside(const fst_dl_tensor *form, int64_t count)
+/* Whether a dense tensor with `count` rows like those of `form` can be, and its strides stay
+ * inside. *bytes becomes its size. */
+static int is_possible(const fst_dl_tensor *form, int64_t count, int64_t *bytes)
 {
     int64_t items = count, last = 0; /* offset of the last element */
+    if (count < 0 || form->ndim < 1 || form->ndim > FST_MAX_ROW_DIMS + 1 || form->dtype.bits % 8)
+        return 0;
     for (int d = 1; d < form->ndim; d++)
         if (__builtin_mul_overflow(items, form->shape[d], &items))
             return 0;
+    if (__builtin_mul_overflow(items, form->dtype.bits / 8 * form->dtype.lanes, bytes))
+        return 0;
     for (int d = 0; d < form->ndim; d++) {
         const int64_t size = d ? form->shape[d] : count, stride = form->strides[d];
         if (size < 2 || items == 0)
@@ -91,31 +87,21 @@ static int is_inside(const fst_dl_tensor *form, int64_t count)
 static PyObject *slots_empty(PyObject *object, PyObject *args)
 {
     fst_module *state = PyType_GetModuleState(Py_TYPE(object));
-    const fst_dl_api *api = fst_torch_api(state);
     fst_status status = {0};
     PyObject *like;
     fst_dl_tensor form;
-    int64_t shape[FST_MAX_ROW_DIMS + 1];
+    int64_t shape[FST_MAX_ROW_DIMS + 1], bytes;
     long long count;
-    if (!api || !PyArg_ParseTuple(args, "OL", &like, &count))
+    if (!PyArg_ParseTuple(args, "OL", &like, &count) || fst_read_tensor(state, like, &form))
         return NULL;
-    if ((PyObject *)Py_TYPE(like) != state->tensors.tensor_type) {
-        PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
-        return NULL;
-    }
-    if (api->tensor_from_py_object(like, &form))
-        return NULL;
-    if (count < 0 || form.ndim < 1 || form.ndim > FST_MAX_ROW_DIMS + 1 || form.dtype.bits % 8 ||
-        (count > 0 && bytes_of(&form, 1) > SIZE_MAX / 2 / (size_t)count) ||
-        !is_inside(&form, count))
+    if (!is_possible(&form, count, &bytes))
         return PyErr_Format(PyExc_ValueError, "no memory has %lld rows of that form", count);
-    fst_slot *slot =
-        fst_slots_take(((fst_slots_object *)object)->pool, bytes_of(&form, count), &status);
+    fst_slot *slot = fst_slots_take(((fst_slots_object *)object)->pool, (size_t)bytes, &status);
     if (!slot)
         return fst_raise(&status);
     memcpy(shape, form.shape, (size_t)form.ndim * sizeof *shape);
     shape[0] = count;
-    return fst_slot_tensor(api, form.dtype, form.ndim, shape, form.strides, slot);
+    return fst_slot_tensor(state, form.dtype, form.ndim, shape, form.strides, slot);
 }
 
 static PyMethodDef slots_methods[] = {

@@ -23,15 +23,13 @@ static fst_tfrecord_fault scan(const char *file, size_t size, size_t *at, int ch
 /* scan_tfrecords(address, size, at, check, places) -> (found, at, fault) */
 PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args)
 {
-    const fst_module *state = fst_module_state(module);
-    const fst_dl_api *api = fst_torch_api(state);
     unsigned long long address, size, start;
     PyObject *tensor;
     Py_ssize_t room = 0, found = 0;
     int check;
-    if (!api || !PyArg_ParseTuple(args, "KKKpO", &address, &size, &start, &check, &tensor))
+    if (!PyArg_ParseTuple(args, "KKKpO", &address, &size, &start, &check, &tensor))
         return NULL;
-    int64_t *places = fst_read_indices(state, api, tensor, &room);
+    int64_t *places = fst_read_indices(fst_module_state(module), tensor, &room);
     if (!places && PyErr_Occurred())
         return NULL;
     size_t at = (size_t)start;

@@ -9,10 +9,10 @@ struct fst_watch {
     int64_t sizes[]; /* shape, then strides */
 };
 
-fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object)
+fst_watch *fst_watch_new(const fst_module *state, PyObject *object)
 {
     fst_dl_tensor form;
-    if (fst_read_tensor(state, api, object, &form))
+    if (fst_read_tensor(state, object, &form))
         return NULL;
     const size_t dims = (size_t)form.ndim;
     fst_watch *watch = PyMem_Malloc(sizeof *watch + 2 * dims * sizeof(int64_t));
@@ -34,12 +34,12 @@ void fst_watch_free(fst_watch *watch)
     PyMem_Free(watch);
 }
 
-static int is_same(const fst_module *state, const fst_dl_api *api, const fst_watch *watch)
+static int is_same(const fst_module *state, const fst_watch *watch)
 {
     const fst_dl_tensor *then = &watch->form;
     const size_t dims = (size_t)then->ndim;
     fst_dl_tensor now;
-    if (fst_read_tensor(state, api, watch->object, &now)) {
+    if (fst_read_tensor(state, watch->object, &now)) {
         PyErr_Clear(); /* no tensor to gather from: the next call that reads it raises */
         return 0;
     }
@@ -54,7 +54,7 @@ static int leaf_is_same(const fst_module *state, const fst_gather_object *self, 
     const size_t fields = self->table.field_count;
     for (size_t f = 0; f < fields; f++) {
         const fst_watch *watch = self->watches[node * fields + f];
-        if (watch && !is_same(state, self->api, watch))
+        if (watch && !is_same(state, watch))
             return 0;
     }
     return 1;

@@ -26,7 +26,7 @@ PyObject *fst_step_offload(PyObject *object, PyObject *offload)
 {
     fst_step_plan *self = (fst_step_plan *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
-    if (!PyObject_TypeCheck(offload, module->offload_type) || self->busy) {
+    if (!PyObject_TypeCheck(offload, module->types[FST_OFFLOAD]) || self->busy) {
         PyErr_SetString(PyExc_TypeError, "expected an Offload, and no step that runs");
         return NULL;
     }

@@ -208,7 +208,7 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->rules = Py_NewRef(rules);
     self->mode_depth = (int64_t (*)(void))(uintptr_t)mode_depth;
     self->last_norm = -1.0;
-    self->plan = PyObject_CallNoArgs((PyObject *)module->plan_type);
+    self->plan = PyObject_CallNoArgs((PyObject *)module->types[FST_PLAN]);
     if (!self->plan)
         Py_CLEAR(self);
     return (PyObject *)self;

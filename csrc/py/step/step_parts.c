@@ -22,8 +22,7 @@ void fst_step_free_parts(fst_step_plan *self)
 {
     for (size_t i = 0; i < self->part_count; i++) {
         fst_step_part *part = &self->parts[i];
-        if (part->tables)
-            fst_gpu_tables_free(part->tables);
+        fst_gpu_tables_free(part->tables);
         fst_plan_free(&part->plan);
         PyMem_Free(part->counters);
         PyMem_Free(part->numbers);

@@ -46,8 +46,11 @@ int64_t fst_view_count(const fst_view *view)
     return fst_layout_count(view->ndim, view->shape);
 }
 
-int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
-                    fst_problem *problem)
+/* Reads a tensor of any dtype and device. Returns 0, or -1 with `problem` filled and no Python
+ * error.
+ */
+static int read_tensor(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                       fst_problem *problem)
 {
     const fst_tensor_type *known = type_of(tensors, object, problem);
     if (!known)
@@ -125,9 +128,8 @@ int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor 
     const int negated = is_negated(tensors, object, problem);
     if (negated > 0)
         fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
-    return negated || fst_tensor_read(tensors, object, tensor, problem)
-               ? -1
-               : check_memory(tensor, problem);
+    return negated || read_tensor(tensors, object, tensor, problem) ? -1
+                                                                    : check_memory(tensor, problem);
 }
 
 /* Reads all of a view but whether it is negated. Runs Python code only to learn a type. */
@@ -135,7 +137,7 @@ static int read_view(fst_tensors *tensors, PyObject *object, int counter, fst_vi
                      fst_problem *problem)
 {
     fst_dl_tensor tensor;
-    if (fst_tensor_read(tensors, object, &tensor, problem))
+    if (read_tensor(tensors, object, &tensor, problem))
         return -1;
     const int dtype = dtype_of(tensor.dtype, counter);
     if (dtype < 0)
@@ -242,7 +244,8 @@ int fst_view_is_packed(const fst_view *view)
     return !view->negated;
 }
 
-PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name)
+/* Another attribute, likewise. */
+static PyObject *attribute(fst_tensors *tensors, PyObject *object, const char *name)
 {
     fst_problem unused;
     if (!runs_python(tensors, type_of(tensors, object, &unused)))
@@ -276,7 +279,7 @@ PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
     } else {
         const fst_tensor_type *known = type_of(tensors, object, &unused);
         if (!known || !known->read_grad || runs_python(tensors, known))
-            return fst_tensor_attribute(tensors, object, "grad");
+            return attribute(tensors, object, "grad");
         grad = known->read_grad(known->grad, object, (PyObject *)known->type);
     }
     if (grad == Py_None && note_warning(tensors, object))
@@ -335,7 +338,7 @@ int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem
 
 int fst_tensor_version(fst_tensors *tensors, PyObject *tensor, int64_t *version)
 {
-    PyObject *number = fst_tensor_attribute(tensors, tensor, "_version");
+    PyObject *number = attribute(tensors, tensor, "_version");
     *version = number ? PyLong_AsLongLong(number) : -1;
     Py_XDECREF(number);
     return PyErr_Occurred() ? -1 : 0;

@@ -35,6 +35,7 @@ typedef struct {
     unsigned type_count, next_type;
     PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
     PyObject *tensor_type, *parameter_type;
+    const fst_dl_api *api; /* of torch.Tensor */
     int ran_python; /* a function of this file may have run Python code; the caller clears it */
     int quiet, collects; /* of quiet.h: open sections; whether to turn the collector on again */
     _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
@@ -71,15 +72,12 @@ void fst_tensors_learn(fst_tensors *tensors, PyObject *object);
 const fst_tensor_type *fst_tensor_type_learn(fst_tensors *tensors, PyTypeObject *type,
                                              fst_problem *problem);
 
-/* Reads a tensor of any dtype and device. Returns 0, or -1 with `problem` filled and no Python
- * error. Of a lazily negated or conjugated view the memory differs from the values. */
-int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
-                    fst_problem *problem);
-
 /* Whether a tensor was made in inference mode; -1 with a Python error. */
 int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object);
 
-/* fst_tensor_read for callers that cannot flip signs: a lazily negated view is a problem. */
+/* Reads a tensor of any dtype and device, for callers that cannot flip signs: a lazily negated view
+ * is a problem. Returns 0, or -1 with `problem` filled and no Python error. Of a lazily conjugated
+ * view the memory differs from the values. */
 int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                           fst_problem *problem);
 
@@ -157,9 +155,8 @@ static inline int fst_tensor_is_dtensor(const fst_tensors *tensors, const PyObje
     return Py_TYPE(object) == tensors->dtensors.type;
 }
 
-/* object.grad, or another attribute: a new reference, or NULL with a Python error. */
+/* object.grad: a new reference, or NULL with a Python error. */
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
-PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name);
 
 /* tensor._version; 0, or -1 with a Python error. */
 int fst_tensor_version(fst_tensors *tensors, PyObject *tensor, int64_t *version);

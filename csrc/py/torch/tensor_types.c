@@ -22,11 +22,12 @@ static const fst_dl_api *exchange_api(PyObject *type)
 }
 
 /* Sets an ImportError where this torch's tensors cannot be read. */
-static int need_exchange_api(PyObject *torch, PyObject *tensor_type)
+static int need_exchange_api(PyObject *torch, fst_tensors *tensors)
 {
-    if (exchange_api(tensor_type))
+    tensors->api = exchange_api(tensors->tensor_type);
+    if (tensors->api)
         return 0;
-    const fst_dl_header *offered = offered_api(tensor_type);
+    const fst_dl_header *offered = offered_api(tensors->tensor_type);
     PyObject *version = PyObject_GetAttrString(torch, "__version__");
     if (version && offered)
         PyErr_Format(PyExc_ImportError,
@@ -104,7 +105,7 @@ int fst_tensors_init(fst_tensors *tensors)
     PyObject *torch = nn ? PyImport_ImportModule("torch") : NULL;
     tensors->tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
     tensors->parameter_type = tensors->tensor_type ? PyObject_GetAttrString(nn, "Parameter") : NULL;
-    const int failed = !tensors->parameter_type || need_exchange_api(torch, tensors->tensor_type);
+    const int failed = !tensors->parameter_type || need_exchange_api(torch, tensors);
     Py_XDECREF(torch);
     Py_XDECREF(nn);
     if (failed)
