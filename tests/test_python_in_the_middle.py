@@ -63,6 +63,32 @@ def test_a_prototype_with_a_huge_shape() -> None:
         _C.Slots().empty(like, 7)
 
 
+def test_a_row_with_more_bytes_than_numbers_count() -> None:
+    like = torch.empty(0, 1 << 61, dtype=torch.float64)
+    with pytest.raises(ValueError, match="no memory"):
+        _C.Slots().empty(like, 1)
+    with pytest.raises(ValueError, match="a row of a field is larger than memory"):
+        _C.Gather(_C.Slots(), ((like, 0),), ((0, 1, ((1, 1),)),), 0, False, None)
+
+
+def test_no_code_runs_for_the_numbers_of_new_states() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+
+    class Moving:
+        def __index__(self) -> int:
+            param.data = torch.zeros(3)
+            return 0
+
+    number, _, _ = _C.rules()["sgd"]
+    specs = [(number, (), False, (0.5, 0.0, 0.0, 0.0, 0.0), False, None)]
+    fresh: list[Any] = [(Moving(), 0)]
+    scalars = {-1: (None, None, None)}
+    with pytest.raises(TypeError, match="expected a tuple of 2 ints"):
+        _C.Plan().step([[param]], specs, {}, fresh, scalars, 0, float("nan"), False, 0)
+    assert bool((param == 1).all())
+
+
 def test_images_that_move_while_the_factors_are_read() -> None:
     images = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
     out = torch.zeros(1, 1, 2, 2)

@@ -8,17 +8,12 @@ enum { FETCH_AHEAD = 4 }; /* parameters */
 /* Whether the states of the parameter at hand are new; -1 with a Python error. */
 static int is_fresh(fst_binding *at)
 {
-    Py_ssize_t group, index;
+    int64_t pair[2]; /* group and index */
     if (!at->fresh || at->fresh_at >= PyList_Size(at->fresh))
         return 0;
-    PyObject *pair = PyList_GetItem(at->fresh, at->fresh_at);
-    if (!PyTuple_Check(pair)) {
-        PyErr_SetString(PyExc_TypeError, "expected (group, index) of a parameter with new states");
+    if (fst_bind_ints(PyList_GetItem(at->fresh, at->fresh_at), pair, 2))
         return -1;
-    }
-    if (!PyArg_ParseTuple(pair, "nn", &group, &index))
-        return -1;
-    const int fresh = group == at->group && index == at->index;
+    const int fresh = pair[0] == at->group && pair[1] == at->index;
     at->fresh_at += fresh;
     return fresh;
 }

@@ -33,6 +33,10 @@ static inline void *fst_moved_back(void *data, int64_t elements, size_t size)
     return (void *)((uintptr_t)data - (uintptr_t)elements * size);
 }
 
+/* Reads a tuple of so many ints, which runs no Python code. Returns 0, or -1 with a Python error
+ * (bound.c). */
+int fst_bind_ints(PyObject *tuple, int64_t *out, Py_ssize_t count);
+
 /* Finds what the parameter at hand is of a whole one. Returns 0, or -1 with a Python error
  * (bound.c). */
 int fst_bind_shard(fst_binding *at, const fst_param *param, PyObject *object);

@@ -65,20 +65,30 @@ int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem 
     return fst_step_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
+int fst_bind_ints(PyObject *tuple, int64_t *out, Py_ssize_t count)
+{
+    int fits = PyTuple_Check(tuple) && PyTuple_Size(tuple) == count;
+    for (Py_ssize_t i = 0; fits && i < count; i++) {
+        PyObject *item = PyTuple_GetItem(tuple, i);
+        fits = PyLong_CheckExact(item) || PyBool_Check(item);
+        out[i] = fits ? PyLong_AsLongLong(item) : 0;
+    }
+    if (!fits)
+        PyErr_Format(PyExc_TypeError, "expected a tuple of %zd ints", count);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* Reads (number, first element, elements of a row of codes, has codes) of a parameter that is a
  * shard. Returns 0, or -1 with a Python error. */
 static int read_shard(fst_binding *at, const fst_param *param, PyObject *shard)
 {
     const int64_t most = INT64_MAX / 64;
-    long long number, begin, row;
-    int coded;
-    if (!PyTuple_Check(shard)) {
-        PyErr_SetString(PyExc_TypeError, "a shard of a parameter is not a tuple");
+    int64_t ints[4];
+    if (fst_bind_ints(shard, ints, 4))
         return -1;
-    }
-    if (!PyArg_ParseTuple(shard, "LLLp", &number, &begin, &row, &coded))
-        return -1;
-    int bad = number < 0 || number > (long long)UINT32_MAX || begin < 0 || begin > most ||
+    const int64_t number = ints[0], begin = ints[1], row = ints[2];
+    const int coded = ints[3] != 0;
+    int bad = number < 0 || number > (int64_t)UINT32_MAX || begin < 0 || begin > most ||
               param->count > most || row < 0 || (row && fst_code_row(row) != (uint32_t)row);
     if (!bad && coded)
         bad = !at->self->groups[at->group].codes_from ||
