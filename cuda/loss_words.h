@@ -1,6 +1,5 @@
 /* loss_words.h - logits and their gradients in words of 16 bytes: `items` of them, 4 or 8. */
-#ifndef FST_CUDA_LOSS_WORDS_H
-#define FST_CUDA_LOSS_WORDS_H
+#pragma once
 
 #include "rules/cross_entropy.h"
 #include "words.h"
@@ -100,5 +99,3 @@ FST_DEVICE void fst_slope_write(const fst_cross_entropy_launch *launch, int64_t 
             (uint16_t)(launch->dtype == FST_BF16 ? fst_narrow_two_bf16(value, 0.0f)
                                                  : fst_narrow_two_f16(value, 0.0f));
 }
-
-#endif

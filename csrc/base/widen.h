@@ -40,8 +40,30 @@ typedef struct {
 typedef void (*fst_to_floats)(const fst_float_form *form, char *restrict to,
                               const char *restrict from, size_t first, size_t count);
 
+/* Conversions of a field. Unsigned tokens are widened, as torch has next to no operators for
+ * them. In place of the tokens a batch may hold each one's position in its document, or the
+ * number of its document in the row. */
+typedef enum {
+    FST_AS_IS, /* items are bytes */
+    FST_U16_TO_I32,
+    FST_U16_TO_I64,
+    FST_U32_TO_I64,
+    FST_U16_TO_I32_POSITIONS,
+    FST_U16_TO_I64_POSITIONS,
+    FST_U32_TO_I64_POSITIONS,
+    FST_U16_TO_I32_DOCUMENTS,
+    FST_U16_TO_I64_DOCUMENTS,
+    FST_U32_TO_I64_DOCUMENTS,
+    FST_U8_TO_I64,
+    FST_I8_TO_I64,
+    FST_I16_TO_I64,
+    FST_I32_TO_I64,
+    FST_TO_FLOATS,   /* as `floats` says */
+    FST_ROW_NUMBERS, /* not the row, but its number in its leaf, in 64 bits */
+    FST_CONVERSION_COUNT,
+} fst_conversion;
+
 typedef struct {
-    fst_widen u16_to_i32, u16_to_i64, u32_to_i64;
-    fst_widen u8_to_i64, i8_to_i64, i16_to_i64, i32_to_i64;
+    fst_widen integers[FST_CONVERSION_COUNT]; /* NULL: it is none of integers alone */
     fst_to_floats to_floats;
 } fst_widen_loops;

@@ -9,6 +9,11 @@ typedef struct {
     uintptr_t begin, end;
 } fst_extent;
 
+static inline int fst_extents_meet(fst_extent a, fst_extent b)
+{
+    return a.begin < b.end && b.begin < a.end;
+}
+
 fst_extent fst_overlap_extent(const fst_operand *op, int64_t count);
 
 /* The same for an operand of a span, which may be a part of a larger one. */

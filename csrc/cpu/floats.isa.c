@@ -24,36 +24,14 @@ LOAD(bf16, uint16_t, fst_bf16_to_f32(item))
 LOAD(f64, double, (float)item)
 #undef LOAD
 
-static void load(fst_number number, size_t n, float *restrict to, const char *restrict from)
-{
-    switch (number) {
-    case FST_OF_U8:
-        fst_loop_floats_of_u8(n, to, from);
-        break;
-    case FST_OF_I8:
-        fst_loop_floats_of_i8(n, to, from);
-        break;
-    case FST_OF_I16:
-        fst_loop_floats_of_i16(n, to, from);
-        break;
-    case FST_OF_I32:
-        fst_loop_floats_of_i32(n, to, from);
-        break;
-    case FST_OF_F16:
-        fst_loop_floats_of_f16(n, to, from);
-        break;
-    case FST_OF_BF16:
-        fst_loop_floats_of_bf16(n, to, from);
-        break;
-    case FST_OF_F64:
-        fst_loop_floats_of_f64(n, to, from);
-        break;
-    case FST_OF_F32:
-    case FST_NUMBER_COUNT:
-    default:
-        memcpy(to, from, n * sizeof *to);
-    }
-}
+/* FST_OF_F32: a copy. */
+typedef void load_fn(size_t n, float *restrict to, const char *restrict from);
+static load_fn *const loads[FST_NUMBER_COUNT] = {
+    [FST_OF_U8] = fst_loop_floats_of_u8,   [FST_OF_I8] = fst_loop_floats_of_i8,
+    [FST_OF_I16] = fst_loop_floats_of_i16, [FST_OF_I32] = fst_loop_floats_of_i32,
+    [FST_OF_F16] = fst_loop_floats_of_f16, [FST_OF_BF16] = fst_loop_floats_of_bf16,
+    [FST_OF_F64] = fst_loop_floats_of_f64,
+};
 
 LOOP fst_loop_normalize(size_t n, float *restrict x, float scale, float mean, float std)
 {
@@ -105,7 +83,10 @@ void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
         const size_t n = count - done < STRIP ? count - done : STRIP;
         char *const out = to + done * to_size;
         float *const x = form->to == FST_F32 ? (float *)(void *)out : scratch;
-        load(form->from, n, x, from + done * from_size);
+        if (loads[form->from])
+            loads[form->from](n, x, from + done * from_size);
+        else
+            memcpy(x, from + done * from_size, n * sizeof *x);
         if (form->mean)
             normalize(form, x, first + done, n);
         if (form->to == FST_BF16)

@@ -23,12 +23,15 @@ WIDEN(fst_loop_i16_to_i64, int16_t, int64_t)
 WIDEN(fst_loop_i32_to_i64, int32_t, int64_t)
 
 const fst_widen_loops FST_OF_ISA(fst_widen_loops) = {
-    .u16_to_i32 = fst_loop_u16_to_i32,
-    .u16_to_i64 = fst_loop_u16_to_i64,
-    .u32_to_i64 = fst_loop_u32_to_i64,
-    .u8_to_i64 = fst_loop_u8_to_i64,
-    .i8_to_i64 = fst_loop_i8_to_i64,
-    .i16_to_i64 = fst_loop_i16_to_i64,
-    .i32_to_i64 = fst_loop_i32_to_i64,
+    .integers =
+        {
+            [FST_U16_TO_I32] = fst_loop_u16_to_i32,
+            [FST_U16_TO_I64] = fst_loop_u16_to_i64,
+            [FST_U32_TO_I64] = fst_loop_u32_to_i64,
+            [FST_U8_TO_I64] = fst_loop_u8_to_i64,
+            [FST_I8_TO_I64] = fst_loop_i8_to_i64,
+            [FST_I16_TO_I64] = fst_loop_i16_to_i64,
+            [FST_I32_TO_I64] = fst_loop_i32_to_i64,
+        },
     .to_floats = FST_OF_ISA(fst_floats),
 };

@@ -17,36 +17,68 @@ void fst_table_use(const fst_widen_loops *loops)
     widen = loops;
 }
 
+/* Items may be unaligned, as those of a file.
+ *
+ * For each token: how many tokens of its document come before it, or (`number`) how many
+ * documents. The first token of a row counts as the start of a document. */
+#define DIVIDE(name, from, to)                                                                \
+    static void name(char *restrict output, const char *restrict row, const fst_field *field, \
+                     int number)                                                              \
+    {                                                                                         \
+        to here = 0;                                                                          \
+        int ended = 0;                                                                        \
+        for (size_t i = 0; i < field->items; i++) {                                           \
+            from token;                                                                       \
+            memcpy(&token, row + i * sizeof token, sizeof token);                             \
+            const int found = token == field->boundary;                                       \
+            if (i && (field->begins ? found : ended))                                         \
+                here = number ? here + 1 : 0;                                                 \
+            else if (i && !number)                                                            \
+                here++;                                                                       \
+            memcpy(output + i * sizeof here, &here, sizeof here);                             \
+            ended = found;                                                                    \
+        }                                                                                     \
+    }
+DIVIDE(divide_u16_i32, uint16_t, int32_t)
+DIVIDE(divide_u16_i64, uint16_t, int64_t)
+DIVIDE(divide_u32_i64, uint32_t, int64_t)
+
+/* Bytes of an item, and what fills tokens' positions, or with `number` their documents' numbers;
+ * the other conversions are those of `widen`, or copies. */
 static const struct {
-    size_t from, to; /* bytes of an item */
-} sizes[FST_CONVERSION_COUNT] = {
-    [FST_AS_IS] = {1, 1},
-    [FST_U16_TO_I32] = {2, 4},
-    [FST_U16_TO_I64] = {2, 8},
-    [FST_U32_TO_I64] = {4, 8},
-    [FST_U16_TO_I32_POSITIONS] = {2, 4},
-    [FST_U16_TO_I64_POSITIONS] = {2, 8},
-    [FST_U32_TO_I64_POSITIONS] = {4, 8},
-    [FST_U16_TO_I32_DOCUMENTS] = {2, 4},
-    [FST_U16_TO_I64_DOCUMENTS] = {2, 8},
-    [FST_U32_TO_I64_DOCUMENTS] = {4, 8},
-    [FST_U8_TO_I64] = {1, 8},
-    [FST_I8_TO_I64] = {1, 8},
-    [FST_I16_TO_I64] = {2, 8},
-    [FST_I32_TO_I64] = {4, 8},
-    [FST_ROW_NUMBERS] = {0, 8},
+    size_t from, to;
+    void (*divide)(char *restrict output, const char *restrict row, const fst_field *field,
+                   int number);
+    int number;
+} conversions[FST_CONVERSION_COUNT] = {
+    [FST_AS_IS] = {1, 1, NULL, 0},
+    [FST_U16_TO_I32] = {2, 4, NULL, 0},
+    [FST_U16_TO_I64] = {2, 8, NULL, 0},
+    [FST_U32_TO_I64] = {4, 8, NULL, 0},
+    [FST_U16_TO_I32_POSITIONS] = {2, 4, divide_u16_i32, 0},
+    [FST_U16_TO_I64_POSITIONS] = {2, 8, divide_u16_i64, 0},
+    [FST_U32_TO_I64_POSITIONS] = {4, 8, divide_u32_i64, 0},
+    [FST_U16_TO_I32_DOCUMENTS] = {2, 4, divide_u16_i32, 1},
+    [FST_U16_TO_I64_DOCUMENTS] = {2, 8, divide_u16_i64, 1},
+    [FST_U32_TO_I64_DOCUMENTS] = {4, 8, divide_u32_i64, 1},
+    [FST_U8_TO_I64] = {1, 8, NULL, 0},
+    [FST_I8_TO_I64] = {1, 8, NULL, 0},
+    [FST_I16_TO_I64] = {2, 8, NULL, 0},
+    [FST_I32_TO_I64] = {4, 8, NULL, 0},
+    [FST_ROW_NUMBERS] = {0, 8, NULL, 0},
 };
 
 static size_t source_bytes(const fst_field *field)
 {
-    return field->items * (field->conversion == FST_TO_FLOATS ? fst_number_size(field->floats.from)
-                                                              : sizes[field->conversion].from);
+    return field->items * (field->conversion == FST_TO_FLOATS
+                               ? fst_number_size(field->floats.from)
+                               : conversions[field->conversion].from);
 }
 
 size_t fst_field_row_bytes(const fst_field *field)
 {
     return field->items * (field->conversion == FST_TO_FLOATS ? fst_dtype_size(field->floats.to)
-                                                              : sizes[field->conversion].to);
+                                                              : conversions[field->conversion].to);
 }
 
 size_t fst_table_row_bytes(const fst_table *table)
@@ -94,77 +126,17 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
     }
 }
 
-/* Items may be unaligned, as those of a file.
- *
- * For each token: how many tokens of its document come before it, or (`number`) how many
- * documents. The first token of a row counts as the start of a document. */
-#define DIVIDE(name, from, to)                                                                \
-    static void name(char *restrict output, const char *restrict row, const fst_field *field, \
-                     int number)                                                              \
-    {                                                                                         \
-        to here = 0;                                                                          \
-        int ended = 0;                                                                        \
-        for (size_t i = 0; i < field->items; i++) {                                           \
-            from token;                                                                       \
-            memcpy(&token, row + i * sizeof token, sizeof token);                             \
-            const int found = token == field->boundary;                                       \
-            if (i && (field->begins ? found : ended))                                         \
-                here = number ? here + 1 : 0;                                                 \
-            else if (i && !number)                                                            \
-                here++;                                                                       \
-            memcpy(output + i * sizeof here, &here, sizeof here);                             \
-            ended = found;                                                                    \
-        }                                                                                     \
-    }
-DIVIDE(divide_u16_i32, uint16_t, int32_t)
-DIVIDE(divide_u16_i64, uint16_t, int64_t)
-DIVIDE(divide_u32_i64, uint32_t, int64_t)
-
 static void copy_row(const fst_field *field, char *output, const char *row)
 {
-    switch (field->conversion) {
-    case FST_U16_TO_I32_POSITIONS:
-    case FST_U16_TO_I32_DOCUMENTS:
-        divide_u16_i32(output, row, field, field->conversion == FST_U16_TO_I32_DOCUMENTS);
-        break;
-    case FST_U16_TO_I64_POSITIONS:
-    case FST_U16_TO_I64_DOCUMENTS:
-        divide_u16_i64(output, row, field, field->conversion == FST_U16_TO_I64_DOCUMENTS);
-        break;
-    case FST_U32_TO_I64_POSITIONS:
-    case FST_U32_TO_I64_DOCUMENTS:
-        divide_u32_i64(output, row, field, field->conversion == FST_U32_TO_I64_DOCUMENTS);
-        break;
-    case FST_U16_TO_I32:
-        widen->u16_to_i32(output, row, field->items);
-        break;
-    case FST_U16_TO_I64:
-        widen->u16_to_i64(output, row, field->items);
-        break;
-    case FST_U32_TO_I64:
-        widen->u32_to_i64(output, row, field->items);
-        break;
-    case FST_U8_TO_I64:
-        widen->u8_to_i64(output, row, field->items);
-        break;
-    case FST_I8_TO_I64:
-        widen->i8_to_i64(output, row, field->items);
-        break;
-    case FST_I16_TO_I64:
-        widen->i16_to_i64(output, row, field->items);
-        break;
-    case FST_I32_TO_I64:
-        widen->i32_to_i64(output, row, field->items);
-        break;
-    case FST_TO_FLOATS:
+    const fst_conversion how = field->conversion;
+    if (how == FST_TO_FLOATS)
         widen->to_floats(&field->floats, output, row, 0, field->items);
-        break;
-    case FST_AS_IS:
-    case FST_ROW_NUMBERS:
-    case FST_CONVERSION_COUNT:
-    default:
+    else if (conversions[how].divide)
+        conversions[how].divide(output, row, field, conversions[how].number);
+    else if (widen->integers[how])
+        widen->integers[how](output, row, field->items);
+    else
         memcpy(output, row, field->items);
-    }
 }
 
 static void stream_row(const fst_field *field, char *output, const char *row, size_t size)

@@ -9,29 +9,6 @@
 
 #include "base/widen.h"
 
-/* Conversions of a field. Unsigned tokens are widened, as torch has next to no operators for
- * them. In place of the tokens a batch may hold each one's position in its document, or the
- * number of its document in the row. */
-typedef enum {
-    FST_AS_IS, /* items are bytes */
-    FST_U16_TO_I32,
-    FST_U16_TO_I64,
-    FST_U32_TO_I64,
-    FST_U16_TO_I32_POSITIONS,
-    FST_U16_TO_I64_POSITIONS,
-    FST_U32_TO_I64_POSITIONS,
-    FST_U16_TO_I32_DOCUMENTS,
-    FST_U16_TO_I64_DOCUMENTS,
-    FST_U32_TO_I64_DOCUMENTS,
-    FST_U8_TO_I64,
-    FST_I8_TO_I64,
-    FST_I16_TO_I64,
-    FST_I32_TO_I64,
-    FST_TO_FLOATS,   /* as `floats` says */
-    FST_ROW_NUMBERS, /* not the row, but its number in its leaf, in 64 bits */
-    FST_CONVERSION_COUNT,
-} fst_conversion;
-
 typedef struct {
     size_t items; /* of a row */
     fst_conversion conversion;

@@ -15,8 +15,6 @@ typedef struct {
     REAL step_size, eps;
 } FST_T(adam_args);
 
-typedef FST_T(adam_args) FST_T(amsgrad_args);
-
 FST_FN void FST_T(adam_fill)(FST_T(adam_args) *a, const double *hyper, double step)
 {
     const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], eps = hyper[3];
@@ -34,10 +32,7 @@ FST_FN void FST_T(adam_fill)(FST_T(adam_args) *a, const double *hyper, double st
     a->eps = (REAL)(eps * correction2_sqrt);
 }
 
-FST_FN void FST_T(amsgrad_fill)(FST_T(amsgrad_args) *a, const double *hyper, double step)
-{
-    FST_T(adam_fill)(a, hyper, step);
-}
+FST_ARGS_OF(amsgrad, adam)
 
 /* Moves the moments m = s[0] and v = s[1] towards the gradient and its square. */
 FST_FN void FST_T(adam_moments)(REAL g, REAL *s, const FST_T(adam_args) *a)

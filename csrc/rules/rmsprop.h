@@ -9,10 +9,6 @@ typedef struct {
     REAL lr, eps, l2, momentum;
 } FST_T(rmsprop_args);
 
-typedef FST_T(rmsprop_args) FST_T(rmsprop_momentum_args);
-typedef FST_T(rmsprop_args) FST_T(rmsprop_centered_args);
-typedef FST_T(rmsprop_args) FST_T(rmsprop_centered_momentum_args);
-
 FST_FN void FST_T(rmsprop_fill)(FST_T(rmsprop_args) *a, const double *hyper, double step)
 {
     (void)step;
@@ -24,23 +20,9 @@ FST_FN void FST_T(rmsprop_fill)(FST_T(rmsprop_args) *a, const double *hyper, dou
     a->momentum = (REAL)hyper[4];
 }
 
-FST_FN void FST_T(rmsprop_momentum_fill)(FST_T(rmsprop_momentum_args) *a, const double *hyper,
-                                         double step)
-{
-    FST_T(rmsprop_fill)(a, hyper, step);
-}
-
-FST_FN void FST_T(rmsprop_centered_fill)(FST_T(rmsprop_centered_args) *a, const double *hyper,
-                                         double step)
-{
-    FST_T(rmsprop_fill)(a, hyper, step);
-}
-
-FST_FN void FST_T(rmsprop_centered_momentum_fill)(FST_T(rmsprop_centered_momentum_args) *a,
-                                                  const double *hyper, double step)
-{
-    FST_T(rmsprop_fill)(a, hyper, step);
-}
+FST_ARGS_OF(rmsprop_momentum, rmsprop)
+FST_ARGS_OF(rmsprop_centered, rmsprop)
+FST_ARGS_OF(rmsprop_centered_momentum, rmsprop)
 
 /* Moves the average of squares. */
 FST_FN void FST_T(rmsprop_squares)(REAL g, REAL *squares, const FST_T(rmsprop_args) *a)

@@ -17,6 +17,14 @@
 
 #define FST_DESCEND(p, size, x, v, eps) ((p) - (size) * FST_DIVIDE(x, FST_SQRT(v) + (eps)))
 
+/* Defines the arguments of a rule as those of another one. */
+#define FST_ARGS_OF(name, other)                                                            \
+    typedef FST_T(other##_args) FST_T(name##_args);                                         \
+    FST_FN void FST_T(name##_fill)(FST_T(name##_args) *a, const double *hyper, double step) \
+    {                                                                                       \
+        FST_T(other##_fill)(a, hyper, step);                                                \
+    }
+
 #define REAL float
 #define FST_T(name) name##_f32
 #define FST_SQRT sqrtf

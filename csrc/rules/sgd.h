@@ -9,8 +9,6 @@ typedef struct {
     REAL nesterov;   /* 0 or 1 */
 } FST_T(momentum_args);
 
-typedef FST_T(momentum_args) FST_T(sgd_args);
-
 FST_FN void FST_T(momentum_fill)(FST_T(momentum_args) *a, const double *hyper, double step)
 {
     const int first = step <= 1.0;
@@ -22,10 +20,7 @@ FST_FN void FST_T(momentum_fill)(FST_T(momentum_args) *a, const double *hyper, d
     a->nesterov = (REAL)(hyper[4] != 0.0);
 }
 
-FST_FN void FST_T(sgd_fill)(FST_T(sgd_args) *a, const double *hyper, double step)
-{
-    FST_T(momentum_fill)(a, hyper, step);
-}
+FST_ARGS_OF(sgd, momentum)
 
 FST_FN REAL FST_T(momentum_rule)(REAL p, REAL g, REAL *s, const FST_T(momentum_args) *a)
 {

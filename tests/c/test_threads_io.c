@@ -239,7 +239,7 @@ static void widen_slowly(char *restrict to, const char *restrict from, size_t it
  * one whose rows had to be waited for. */
 static void slow_rows_are_filled_ahead(int may_wait)
 {
-    static const fst_widen_loops slow = {.u16_to_i32 = widen_slowly};
+    static const fst_widen_loops slow = {.integers = {[FST_U16_TO_I32] = widen_slowly}};
     static const request two = {{1, 2}, 2};
     fst_field tokens = {.items = 4, .conversion = FST_U16_TO_I32};
     const fst_table files = {&tokens, 1, &node, 1};

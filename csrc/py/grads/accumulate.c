@@ -82,12 +82,6 @@ static int iteration_order(const fst_view *views, unsigned count, int *order)
     return views->ndim;
 }
 
-static int share_memory(const fst_operand *one, const fst_operand *other, int64_t count)
-{
-    const fst_extent a = fst_overlap_extent(one, count), b = fst_overlap_extent(other, count);
-    return a.begin < b.end && b.begin < a.end;
-}
-
 static const fst_list *list_of(const addition *a, unsigned operand)
 {
     return operand ? &a->terms[operand - 1] : &a->sums;
@@ -143,7 +137,8 @@ static int bind_span(fst_module *state, addition *a, Py_ssize_t index, const cha
             return -1;
     }
     for (unsigned k = 1; k <= a->term_count; k++)
-        if (share_memory(&ops[0], &ops[k], count))
+        if (fst_extents_meet(fst_overlap_extent(&ops[0], count),
+                             fst_overlap_extent(&ops[k], count)))
             return fst_problem_set(problem, "overlap", "shares memory with its term");
     return 0;
 }

@@ -1,6 +1,5 @@
 /* tensor_lists.h - a list of tensors on one device, as a plan with one operand per span. */
-#ifndef FST_PY_GRADS_TENSOR_LISTS_H
-#define FST_PY_GRADS_TENSOR_LISTS_H
+#pragma once
 
 #include "core/plan.h"
 #include "py/module.h"
@@ -74,5 +73,3 @@ int fst_device_list_upload(fst_module *state, fst_device_list *it, int leaves_re
 PyObject *fst_device_list_finish(fst_device_list *it, int launched, const fst_status *status);
 
 void fst_list_free(fst_list *list);
-
-#endif

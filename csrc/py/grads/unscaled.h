@@ -4,8 +4,7 @@
  * clip_grad_norm_ measures every chunk again and only compares (fst_clip_expected), so a stale
  * sum cannot change its result. Nothing here fails: without memory, or where torch raises an
  * error, no sums are kept. */
-#ifndef FST_PY_GRADS_UNSCALED_H
-#define FST_PY_GRADS_UNSCALED_H
+#pragma once
 
 #include "core/plan.h"
 #include "py/module.h"
@@ -28,5 +27,3 @@ double *fst_unscaled_take(fst_tensors *tensors, fst_unscaled *self, const fst_pl
                           PyObject *grads);
 
 void fst_unscaled_forget(fst_unscaled *self);
-
-#endif

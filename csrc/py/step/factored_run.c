@@ -38,11 +38,6 @@ static void fill(const fst_step_part *part, size_t i, fst_factored *f)
     f->batch = spans[1].count / f->rows;
 }
 
-static int meet(fst_extent a, fst_extent b)
-{
-    return a.begin < b.end && b.begin < a.end;
-}
-
 static int leave(fst_step_plan *self, const fst_counter *c)
 {
     return fst_step_list_unsettled(self, c->group, c->index);
@@ -57,7 +52,7 @@ static int leave_shared(fst_step_plan *self)
     for (size_t c = plan->rounds[1]; c < plan->chunk_count; c++)
         for (size_t i = 0; plan->chunks[c].begin == 0 && i < part->counter_count; i++)
             for (size_t span = (size_t)part->counters[i].span; span < end_of(part, i); span++)
-                if (meet(plan->written[plan->chunks[c].span], plan->written[span]) &&
+                if (fst_extents_meet(plan->written[plan->chunks[c].span], plan->written[span]) &&
                     leave(self, &part->counters[i]))
                     return -1;
     return 0;
@@ -108,7 +103,8 @@ int fst_factored_prepare(fst_module *module, fst_step_plan *self)
             return -1;
         fst_factored *f = &self->factored[i];
         fill(part, i, f);
-        if (meet(fst_overlap_extent(&f->param, f->count), fst_overlap_extent(&f->grad, f->count)) &&
+        if (fst_extents_meet(fst_overlap_extent(&f->param, f->count),
+                             fst_overlap_extent(&f->grad, f->count)) &&
             leave(self, &part->counters[i]))
             return -1;
     }

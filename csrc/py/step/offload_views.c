@@ -1,14 +1,14 @@
 #include "py/step/offload_views.h"
 
+#include "core/layout.h"
+
 int fst_offload_has_no_gaps(const fst_view *view)
 {
-    int64_t last = 0;
-    for (int d = 0; d < view->ndim; d++) {
-        if (view->shape[d] > 1 && (view->strides[d] < 1 || view->strides[d] > INT64_MAX / 4))
-            return 0;
-        last += view->shape[d] > 1 ? (view->shape[d] - 1) * view->strides[d] : 0;
-    }
-    return !view->negated && last + 1 == fst_view_count(view);
+    int order[FST_MAX_DIMS];
+    fst_layout unused;
+    const int kept = fst_layout_order(view->ndim, view->shape, view->strides, order);
+    return !view->negated && fst_view_count(view) > 0 &&
+           fst_layout_describe(kept, order, view->shape, view->strides, &unused);
 }
 
 PyObject *fst_offload_view(PyObject *tensor)
