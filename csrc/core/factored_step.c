@@ -14,13 +14,6 @@ enum {
     AHEAD = 2,       /* small parameters to prefetch */
 };
 
-static const fst_cpu_kernels *kernels;
-
-void fst_factored_use(const fst_cpu_kernels *chosen)
-{
-    kernels = chosen;
-}
-
 static int64_t parts(int64_t count, int64_t size)
 {
     return (count + size - 1) / size;
@@ -63,7 +56,7 @@ static int is_small(const fst_factored *f)
 
 static const fst_factored_loops *loops_of(const fst_factored *f)
 {
-    return &kernels->factored[f->param.dtype == FST_F64];
+    return &fst_cpu->factored[f->param.dtype == FST_F64];
 }
 
 /* Takes `size` bytes of the step's memory, of which `taken` are; NULL while sizes are added up. */

@@ -4,9 +4,6 @@
 #include "base/status.h"
 #include "cpu/kernels.h"
 
-/* Chooses the kernels once, at start-up. */
-void fst_factored_use(const fst_cpu_kernels *kernels);
-
 /* Makes the step of parameters that share no memory. Of each, the operands, the counts and the
  * numbers of the step are set. Their count is above 0. Without memory nothing is written. */
 fst_code fst_factored_step(fst_factored *params, size_t count, fst_status *status);

@@ -11,13 +11,6 @@ enum {
     GRAIN = 1 << 16,    /* elements of the smallest part worth a thread: some 30 microseconds */
 };
 
-static const fst_cpu_kernels *kernels;
-
-void fst_image_use(const fst_cpu_kernels *chosen)
-{
-    kernels = chosen;
-}
-
 static int is_near(int32_t place)
 {
     return place > -FARTHEST && place < FARTHEST;
@@ -75,7 +68,7 @@ fst_code fst_image_check(const fst_image_batch *b, const fst_image_sample *sampl
 
 void fst_image_split(size_t count, uint8_t *planes, const uint8_t *pixels)
 {
-    kernels->split(count, planes, pixels);
+    fst_cpu->split(count, planes, pixels);
 }
 
 typedef struct {
@@ -92,7 +85,7 @@ static void run_rows(int64_t begin, int64_t end, void *context)
         __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
         return;
     }
-    kernels->image(all->batch, begin, end, memory);
+    fst_cpu->image(all->batch, begin, end, memory);
     free(memory);
 }
 

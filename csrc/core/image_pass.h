@@ -5,9 +5,6 @@
 #include "base/status.h"
 #include "cpu/kernels.h"
 
-/* Chooses the kernels once, at start-up. */
-void fst_image_use(const fst_cpu_kernels *kernels);
-
 /* Checks that every sample reads only pixels that exist. `samples` are in the host's memory. */
 fst_code fst_image_check(const fst_image_batch *batch, const fst_image_sample *samples,
                          fst_status *status);

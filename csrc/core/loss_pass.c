@@ -5,13 +5,6 @@
 
 enum { GRAIN = 1 << 15 }; /* logits of the smallest part worth a thread: some 20 microseconds */
 
-static const fst_cpu_kernels *kernels;
-
-void fst_loss_use(const fst_cpu_kernels *chosen)
-{
-    kernels = chosen;
-}
-
 int fst_loss_has_classes(const fst_loss_batch *b)
 {
     for (int64_t row = 0; row < b->rows; row++) {
@@ -24,16 +17,13 @@ int fst_loss_has_classes(const fst_loss_batch *b)
 
 static void run(int64_t begin, int64_t end, void *batch)
 {
-    kernels->loss(batch, begin, end);
+    fst_cpu->loss(batch, begin, end);
 }
 
-/* Adds up numbers of rows, by the tree of rules/tree.h. */
-static double folded(double *lanes)
+/* Adds up lanes of rows, by the tree of rules/tree.h. */
+static double folded(const double *lanes)
 {
-    for (int64_t half = FST_LANES / 2; half; half /= 2)
-        for (int64_t j = 0; j < half; j++)
-            lanes[j] += lanes[half + j];
-    return lanes[0];
+    return fst_cpu->combine(lanes, FST_LANES, FST_NORM_ABS);
 }
 
 fst_code fst_loss_run(const fst_loss_batch *batch, int mean, fst_loss_result result,

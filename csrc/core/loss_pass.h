@@ -5,9 +5,6 @@
 #include "cpu/kernels.h"
 #include "rules/cross_entropy.h"
 
-/* Chooses the kernels once, at start-up. */
-void fst_loss_use(const fst_cpu_kernels *kernels);
-
 /* Whether every target is ignored or a class. */
 int fst_loss_has_classes(const fst_loss_batch *batch);
 

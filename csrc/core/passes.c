@@ -8,18 +8,11 @@
 /* The first term of a sum of this many elements or more is written with non-temporal stores. */
 enum { STREAM_FROM = 1 << 19 };
 
-static const fst_cpu_kernels *kernels;
-
-void fst_passes_use(const fst_cpu_kernels *chosen)
-{
-    kernels = chosen;
-}
-
 static void reduce_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->partial[index] = job->kernels->reduce(fst_job_operands(job, index), chunk->begin,
-                                               chunk->count, job->norm, job->power, job->factor);
+    job->partial[index] = fst_cpu->reduce(fst_job_operands(job, index), chunk->begin, chunk->count,
+                                          job->norm, job->power, job->factor);
 }
 
 /* partial[c] = reduction of factor * operand over chunk c. */
@@ -28,7 +21,6 @@ static fst_code reduce(const fst_work *work, unsigned operand, fst_norm_kind nor
 {
     const fst_job job = {
         .work = work,
-        .kernels = kernels,
         .chunk = reduce_chunk,
         .direction = FST_TURNS,
         .operand = operand,
@@ -46,7 +38,7 @@ static int any_nonfinite(const fst_work *work, unsigned operand, const double *p
     for (size_t i = 0; i < work->chunk_count; i++) {
         const fst_chunk *chunk = &work->chunks[i];
         const fst_operand *op = &work->operands[chunk->span * work->width + operand];
-        if (!isfinite(partial[i]) && kernels->nonfinite(op, chunk->begin, chunk->count))
+        if (!isfinite(partial[i]) && fst_cpu->nonfinite(op, chunk->begin, chunk->count))
             return 1;
     }
     return 0;
@@ -58,7 +50,7 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     const fst_work work = fst_plan_work(plan);
     if (reduce(&work, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial, status))
         return status->code;
-    out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
+    out->square_sum = fst_cpu->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
     /* The sum of squares of fp32 elements is finite in double. It overflows only for fp64
      * elements, or with inv_scale > 1: then the elements are checked themselves. */
     out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
@@ -67,15 +59,15 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
 
 double fst_fold_squares(const double *sums, size_t count)
 {
-    return kernels->combine(sums, count, FST_NORM_SQUARES);
+    return fst_cpu->combine(sums, count, FST_NORM_SQUARES);
 }
 
 static void unscale_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
     int nonfinite = 0;
-    job->partial[index] = job->kernels->unscale(fst_job_operands(job, index), chunk->begin,
-                                                chunk->count, job->factor, &nonfinite);
+    job->partial[index] = fst_cpu->unscale(fst_job_operands(job, index), chunk->begin, chunk->count,
+                                           job->factor, &nonfinite);
     if (nonfinite)
         __atomic_store_n(job->nonfinite, 1, __ATOMIC_RELAXED);
 }
@@ -86,7 +78,6 @@ fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     const fst_work work = fst_plan_work(plan);
     const fst_job job = {
         .work = &work,
-        .kernels = kernels,
         .chunk = unscale_chunk,
         .direction = FST_TURNS,
         .operand = operand,
@@ -98,7 +89,7 @@ fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     out->nonfinite = 0;
     if (fst_job_run(&job, status))
         return status->code;
-    out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
+    out->square_sum = fst_cpu->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
     return FST_OK;
 }
 
@@ -133,7 +124,7 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
     const fst_norm_kind kind = fst_norm_kind_of(p);
     if (reduce(&work, operand, kind, p, 1.0, plan->partial, status))
         return status->code;
-    const double sum = kernels->combine(plan->partial, work.chunk_count, kind);
+    const double sum = fst_cpu->combine(plan->partial, work.chunk_count, kind);
     if (kind == FST_NORM_NONZERO)
         *norm = nonzero_spans(&work, plan->partial);
     else if (kind == FST_NORM_SQUARES)
@@ -148,7 +139,7 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
 static void scale_by(const fst_job *job, size_t index, double factor)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->kernels->scale(fst_job_operands(job, index), chunk->begin, chunk->count, factor);
+    fst_cpu->scale(fst_job_operands(job, index), chunk->begin, chunk->count, factor);
 }
 
 static int is_expected(const fst_job *job, size_t index)
@@ -178,14 +169,13 @@ fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expec
 {
     const fst_work work = fst_plan_work(plan);
     const size_t size = work.chunk_count * sizeof *expected;
-    const double square_sum = kernels->combine(expected, work.chunk_count, FST_NORM_SQUARES);
+    const double square_sum = fst_cpu->combine(expected, work.chunk_count, FST_NORM_SQUARES);
     const double factor = fst_clip_coefficient(sqrt(square_sum), max_norm);
     *done = factor >= LEAST_COEFFICIENT && factor < 1.0;
     if (!*done)
         return FST_OK;
     fst_job job = {
         .work = &work,
-        .kernels = kernels,
         .chunk = scale_expected_chunk,
         .direction = FST_TURNS,
         .operand = operand,
@@ -198,7 +188,7 @@ fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expec
     };
     if (fst_job_run(&job, status))
         return status->code;
-    *norm = sqrt(kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES));
+    *norm = sqrt(fst_cpu->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES));
     if (!memcmp(plan->partial, expected, size))
         return FST_OK;
     const double right = fst_clip_coefficient(*norm, max_norm);
@@ -218,7 +208,6 @@ fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *
     const fst_work work = fst_plan_work(plan);
     const fst_job job = {
         .work = &work,
-        .kernels = kernels,
         .chunk = scale_chunk,
         .direction = FST_TURNS,
         .operand = operand,
@@ -230,7 +219,7 @@ fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *
 static void clamp_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->kernels->clamp(fst_job_operands(job, index), chunk->begin, chunk->count, job->factor);
+    fst_cpu->clamp(fst_job_operands(job, index), chunk->begin, chunk->count, job->factor);
 }
 
 fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *status)
@@ -238,7 +227,6 @@ fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *s
     const fst_work work = fst_plan_work(plan);
     const fst_job job = {
         .work = &work,
-        .kernels = kernels,
         .chunk = clamp_chunk,
         .operand = operand,
         .factor = limit,
@@ -251,8 +239,8 @@ static void accumulate_chunk(const fst_job *job, size_t index)
     const fst_chunk *chunk = &job->work->chunks[index];
     const int large = job->work->spans[chunk->span].count >= STREAM_FROM;
     const fst_sum_kind how = !job->start ? FST_SUM_ADD : large ? FST_SUM_STREAM : FST_SUM_START;
-    job->kernels->accumulate(fst_job_operands(job, index), job->work->width - 1, chunk->begin,
-                             chunk->count, job->factor, how);
+    fst_cpu->accumulate(fst_job_operands(job, index), job->work->width - 1, chunk->begin,
+                        chunk->count, job->factor, how);
 }
 
 fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *status)
@@ -260,7 +248,6 @@ fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *st
     const fst_work work = fst_plan_work(plan);
     const fst_job job = {
         .work = &work,
-        .kernels = kernels,
         .chunk = accumulate_chunk,
         .factor = factor,
         .start = start,
@@ -272,8 +259,8 @@ static void update_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
     const fst_update_args *args = &job->args[job->work->spans[chunk->span].args];
-    job->kernels->update(fst_job_operands(job, index), chunk->begin, chunk->count, args,
-                         job->factor, job->write_grad);
+    fst_cpu->update(fst_job_operands(job, index), chunk->begin, chunk->count, args, job->factor,
+                    job->write_grad);
 }
 
 fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
@@ -282,7 +269,6 @@ fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scal
     const fst_work work = fst_plan_work(plan);
     const fst_job job = {
         .work = &work,
-        .kernels = kernels,
         .chunk = update_chunk,
         .direction = FST_TURNS_LAST,
         .operand_count = work.width,
@@ -295,7 +281,7 @@ fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scal
 
 double fst_chunk_squares(const fst_operand *op, int64_t begin, size_t count, double inv_scale)
 {
-    return kernels->reduce(op, begin, count, FST_NORM_SQUARES, 2.0, inv_scale);
+    return fst_cpu->reduce(op, begin, count, FST_NORM_SQUARES, 2.0, inv_scale);
 }
 
 void fst_update_span(const fst_operand *op, int64_t begin, int64_t end, const fst_update_args *args,
@@ -303,7 +289,7 @@ void fst_update_span(const fst_operand *op, int64_t begin, int64_t end, const fs
 {
     for (; begin < end; begin += FST_CHUNK) {
         const int64_t left = end - begin;
-        kernels->update(op, begin, (size_t)(left < FST_CHUNK ? left : FST_CHUNK), args, inv_scale,
+        fst_cpu->update(op, begin, (size_t)(left < FST_CHUNK ? left : FST_CHUNK), args, inv_scale,
                         write_grad);
     }
 }

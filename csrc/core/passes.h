@@ -10,9 +10,6 @@ typedef struct {
     int nonfinite;     /* whether an element was infinite or NaN before that */
 } fst_measurement;
 
-/* Chooses the kernels once, at start-up. */
-void fst_passes_use(const fst_cpu_kernels *kernels);
-
 /* Measures an operand in one read: its sum of squares, and whether all elements are finite. */
 fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);

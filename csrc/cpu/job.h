@@ -15,7 +15,6 @@ typedef enum {
 typedef struct fst_job fst_job;
 struct fst_job {
     const fst_work *work;
-    const fst_cpu_kernels *kernels;
     void (*chunk)(const fst_job *job, size_t index);
     fst_direction direction;
     unsigned operand;       /* the first that the pass touches */

@@ -61,6 +61,9 @@ extern const fst_cpu_kernels fst_cpu_kernels_avx2;
 extern const fst_cpu_kernels fst_cpu_kernels_avx512;
 #endif
 
+/* Those in use, chosen once, at start-up. */
+extern const fst_cpu_kernels *fst_cpu;
+
 /* The best kernels for this CPU, or those called `name`; NULL if it has none of that name. */
 const fst_cpu_kernels *fst_cpu_select(const char *name);
 

@@ -1,6 +1,8 @@
 /* Chooses the kernels. Compiled without -m flags, as it must run on any CPU. */
 #include "cpu/kernels.h"
 
+const fst_cpu_kernels *fst_cpu;
+
 static int runs_base(void)
 {
     return 1;

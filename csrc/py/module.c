@@ -3,10 +3,7 @@
 
 #include <stdlib.h>
 
-#include "core/factored_step.h"
-#include "core/image_pass.h"
-#include "core/loss_pass.h"
-#include "core/passes.h"
+#include "cpu/kernels.h"
 #include "io/table.h"
 #include "py/grads/unscaled.h"
 
@@ -28,20 +25,17 @@ static int choose_kernels(PyObject *module)
     const char *forced = getenv("FASTSTEP_CPU");
     if (forced && !*forced)
         forced = NULL;
-    const fst_cpu_kernels *kernels = fst_cpu_select(forced);
-    if (!kernels) {
+    const fst_cpu_kernels *chosen = fst_cpu_select(forced);
+    if (!chosen) {
         PyObject *names = fst_level_names(1);
         PyErr_Format(PyExc_ImportError, "FASTSTEP_CPU=%s: this machine and build run %R", forced,
                      names);
         Py_XDECREF(names);
         return -1;
     }
-    fst_passes_use(kernels);
-    fst_factored_use(kernels);
-    fst_image_use(kernels);
-    fst_loss_use(kernels);
-    fst_table_use(kernels->widen);
-    return PyModule_AddStringConstant(module, "_isa", kernels->name);
+    fst_cpu = chosen;
+    fst_table_use(chosen->widen);
+    return PyModule_AddStringConstant(module, "_isa", chosen->name);
 }
 
 static int add_types(PyObject *module, PyTypeObject **types)

@@ -46,6 +46,24 @@ static inline fst_module *fst_module_state(PyObject *module)
     return PyModule_GetState(module);
 }
 
+/* A new object of a type of the module, all zeros; or NULL with a Python error, also where its
+ * maker was called with keywords, which none takes. */
+static inline void *fst_object_new(PyTypeObject *type, PyObject *keywords)
+{
+    if (!keywords || PyDict_Size(keywords) == 0)
+        return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    PyErr_SetString(PyExc_TypeError, "this type takes no keyword arguments");
+    return NULL;
+}
+
+/* Frees the memory of an object, at the end of its tp_dealloc. */
+static inline void fst_object_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
 /* The functions of the module. */
 #define FUNCTION(name, how, params, text) PyObject *fst_py_##name(PyObject *module, PyObject *args);
 #include "py/functions.def"

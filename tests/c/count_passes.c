@@ -204,7 +204,7 @@ int main(int count_of_arguments, char **arguments)
         fprintf(stderr, "this machine and build do not run that instruction set\n");
         return 2;
     }
-    fst_passes_use(kernels);
+    fst_cpu = kernels;
     count_reductions();
     count_sums();
     count_updates();

@@ -113,7 +113,7 @@ int main(void)
 {
     const size_t counts[] = {1, 9, 256, 1000};
     level_count = supported_levels(levels);
-    fst_passes_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     for (int to = 0; to < FST_DTYPE_COUNT; to++)
         for (int from = 0; from < FST_DTYPE_COUNT; from++)
             for (int how_to = FLAT; how_to < EXPANDED; how_to++)

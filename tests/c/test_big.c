@@ -125,7 +125,7 @@ static void passes_reach_far(const fst_cpu_kernels *kernels, twins *t, const upd
     near.chunks = near_chunks;
     near.operands = t->near;
     near.partial = near_sum;
-    fst_passes_use(kernels);
+    fst_cpu = kernels;
     CHECK_INT(fst_update(&far, &args, c->inv_scale, 1, &status), FST_OK);
     CHECK_INT(fst_update(&near, &args, c->inv_scale, 1, &status), FST_OK);
     CHECK_INT(fst_total_norm(&far, FST_OP_PARAM, 1.0, &norm, &status), FST_OK);

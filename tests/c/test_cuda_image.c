@@ -155,7 +155,7 @@ static void same_everywhere(void)
     fst_status status = {0};
     images *m = images_new();
     unsigned char *want = out_new(m);
-    fst_image_use(levels[0]);
+    fst_cpu = levels[0];
     CHECK_INT(fst_image_transform(&m->batch, &status), FST_OK);
     for (size_t i = 0; i < level_count; i++) {
         unsigned char *got = by_pieces(m, levels[i]);

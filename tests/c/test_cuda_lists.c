@@ -98,7 +98,7 @@ static void unscale(size_t count, double (*value)(void), double scale, int how)
         list *want = list_clone(start);
         fst_status status = {0};
         fst_measurement seen;
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         CHECK_INT(fst_unscale(&want->plan, 0, inverse, &seen, &status), FST_OK);
         const fst_device_outcome *out = got->device.outcome;
         CHECK(same_list(got, want));
@@ -129,7 +129,7 @@ static void norm_and_scale(size_t count, double (*value)(void), double p, double
         list *want = list_clone(start);
         fst_status status = {0};
         double expected = -1.0;
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         CHECK_INT(fst_total_norm(&want->plan, 0, p, &expected, &status), FST_OK);
         CHECK(same_double(got->device.outcome->norm, expected));
         CHECK(same_double((double)shown, (double)(float)expected));
@@ -153,7 +153,7 @@ static void scale_and_clamp(size_t count, double factor)
     for (size_t i = 0; i < level_count; i++) {
         list *want = list_clone(start);
         fst_status status = {0};
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         CHECK_INT(fst_scale(&want->plan, 0, factor, &status), FST_OK);
         CHECK_INT(fst_clamp(&want->plan, 0, 0.3, &status), FST_OK);
         CHECK(same_list(got, want));

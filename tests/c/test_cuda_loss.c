@@ -155,7 +155,7 @@ static void same_everywhere(void)
         batch.likelihoods = got.likelihoods;
         batch.slope = sloped ? got.slope : NULL;
         const fst_loss_result result = {got.loss, got.loss + 1};
-        fst_loss_use(levels[i]);
+        fst_cpu = levels[i];
         CHECK_INT(fst_loss_run(&batch, m.mean, result, &status), FST_OK);
         m.batch.slope = batch.slope;
         tidy(&m, &got);

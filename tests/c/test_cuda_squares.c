@@ -149,7 +149,7 @@ static void compare_by(fst_dtype dtype, const squares *s, double (*value)(void),
     const double factor = write ? s->factor : 1.0 / (1.0 / s->factor);
     list *got = list_new(dtype, s, value, others), *want = list_clone(got);
     run_kernel(got, s, write, grid, &d);
-    fst_passes_use(levels[random_below(level_count)]);
+    fst_cpu = levels[random_below(level_count)];
     if (write)
         CHECK_INT(fst_unscale(&want->plan, 0, factor, &seen, &status), FST_OK);
     else

@@ -156,7 +156,7 @@ static void steps_agree(fst_dtype dtype, arrangement how, const shape *shapes, s
         given[i] = tensors_new(dtype, how, &shapes[i]);
     for (size_t level = 0; level < level_count; level++) {
         tensors *now = must_alloc(count * sizeof *now);
-        fst_factored_use(levels[level]);
+        fst_cpu = levels[level];
         for (size_t i = 0; i < count; i++) {
             now[i] = tensors_clone(&given[i]);
             params[i] = factored_of(&now[i], &shapes[i]);

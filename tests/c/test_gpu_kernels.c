@@ -190,7 +190,7 @@ int main(void)
         {.scale = 1024.0, .found_inf = 0.0, .max_norm = 0.5, .measure_found_inf = 1},
         {.scale = 3.7, .found_inf = 0.0, .max_norm = 1e9, .write_grad = 1, .norm_is_double = 1},
     };
-    fst_passes_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     fst_gpu_kernels_in_memory(fatbin, sizeof fatbin);
     fst_gpu_tables *tables = fst_gpu_tables_new(0, &status);
     if (!CHECK(tables != NULL)) {

@@ -143,7 +143,7 @@ int main(void)
     const size_t count = supported_levels(levels);
     for (size_t i = 0; i < count; i++) {
         kernels = levels[i];
-        fst_passes_use(kernels);
+        fst_cpu = kernels;
         for (int dtype = 0; dtype < FST_DTYPE_COUNT; dtype++)
             for (int how = FLAT; how < EXPANDED; how++) {
                 one_bad_element_is_found((fst_dtype)dtype, (arrangement)how);

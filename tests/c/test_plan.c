@@ -354,7 +354,7 @@ int main(void)
     chunk_list_is_reused();
     large_plans();
     for (size_t i = 0; i < count; i++) {
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         rounds();
         slices_of_flat_buffers();
     }

@@ -152,7 +152,7 @@ static void norms_of_lists(size_t count)
         for (size_t i = 0; i < level_count; i++) {
             double norm = -1.0;
             fst_status status = {0};
-            fst_passes_use(levels[i]);
+            fst_cpu = levels[i];
             CHECK_INT(fst_total_norm(&l.plan, 0, orders[k], &norm, &status), FST_OK);
             CHECK_NEAR(norm, exact, 1e-12 * fabs(exact));
             if (orders[k] == 2.0)
@@ -176,7 +176,7 @@ static void passes_over_lists(size_t count, double inv_scale)
         fst_status status = {0};
         fst_measurement seen = {-1.0, -1}, unscaled = {-1.0, -1};
         array **before = must_copy(l.tensors, count * sizeof *before);
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         CHECK_INT(fst_measure(&l.plan, 0, inv_scale, &seen, &status), FST_OK);
         CHECK(same_double(seen.square_sum, want) && !seen.nonfinite);
         for (size_t k = 0; k < count; k++)
@@ -216,7 +216,7 @@ static void empty_lists(void)
     double norm = -1.0;
     fst_plan_init(&l.plan, 1);
     list_seal(&l, 1);
-    fst_passes_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     CHECK_INT(fst_measure(&l.plan, 0, 1.0, &seen, &status), FST_OK);
     CHECK(seen.square_sum == 0.0 && !seen.nonfinite);
     CHECK_INT(fst_unscale(&l.plan, 0, 1.0, &seen, &status), FST_OK);
@@ -240,7 +240,7 @@ static void clips_as_expected(size_t count, size_t wrong, double max_norm)
         double norm = -1.0, want = -1.0;
         int done = -1;
         array **before = must_copy(l.tensors, count * sizeof *before);
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         CHECK_INT(fst_total_norm(&l.plan, 0, 2.0, &want, &status), FST_OK);
         const size_t chunks = l.plan.chunk_count;
         double *sums = must_copy(l.plan.partial, chunks * sizeof *sums);

@@ -212,7 +212,7 @@ static void images_are_the_same_for_any_number(void)
                                         .source = COUNT - 1 - i,
                                         .own = 0.75f,
                                         .other = 0.25f};
-    fst_image_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     for (*fake_threads = 1; *fake_threads <= 5; *fake_threads += 2) {
         const int first = *fake_threads == 1;
         batch.out = (uint64_t)(uintptr_t)out[!first];
@@ -277,7 +277,7 @@ int main(void)
 {
     static const int threads[] = {1, 2, 3, 4, 7};
     array *tensors[TENSORS][FST_OP_COUNT];
-    fst_passes_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     outcome_start(tensors);
     outcome *alone = run_passes(tensors, 0), *rounds = run_passes(tensors, 1);
     if (library_opens()) {

@@ -81,7 +81,7 @@ int main(int count, char **arguments)
     if (count == 3)
         return run_bug(arguments[1], (unsigned)atoi(arguments[2]));
     races_are_found(arguments[0]);
-    fst_passes_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     steps(FST_F32, ALIGNED);
     steps(FST_F16, MISALIGNED);
     steps(FST_F64, BY_COLUMNS);

@@ -214,7 +214,7 @@ static double *adamw(unsigned updaters, int64_t tile, int offloaded)
 
 int main(void)
 {
-    fst_passes_use(fst_cpu_select(NULL));
+    fst_cpu = fst_cpu_select(NULL);
     for (unsigned updaters = 1; updaters <= 5; updaters += 2)
         for (int together = 0; together <= 1; together++)
             for (int fails = 0; fails <= 1; fails++)

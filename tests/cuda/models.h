@@ -194,7 +194,7 @@ static inline void compare(const model *start, const options *o, const kind *k)
     for (size_t i = 0; i < level_count; i++) {
         model *want = model_clone(start);
         outcome expected = {0};
-        fst_passes_use(levels[i]);
+        fst_cpu = levels[i];
         for (int step = 0; step < 2; step++)
             expected = cpu_step(want, o);
         if (!CHECK(same_step(got, &seen, want, &expected)))

@@ -1,51 +1,24 @@
 /* Updates the loss scale, in CPU or CUDA memory. */
-#include "core/layout.h"
 #include "gpu/launch.h"
 #include "py/module.h"
 #include "py/torch/quiet.h"
 #include "rules/loss_scale.h"
 
-/* The memory of a one-element tensor. */
-typedef struct {
-    void *data;
-    fst_dl_device device;
-} place;
-
-static const char *type_name(uint8_t code)
+/* Reads a tensor of one element of this type, on the device of `scale` unless that is NULL. Returns
+ * 0, or -1 with a TypeError. */
+static int read_one(fst_module *state, PyObject *object, const char *name, int dtype,
+                    const fst_view *scale, fst_view *view)
 {
-    return code == FST_DL_INT ? "int32" : "float32";
-}
-
-/* Reads a one-element tensor of the given type; 0, or -1 with a Python error. */
-static int place_of(fst_module *state, PyObject *object, const char *name, uint8_t code, place *out)
-{
-    fst_dl_tensor tensor;
     fst_problem problem;
-    if (fst_tensor_read_as_is(&state->tensors, object, &tensor, &problem)) {
+    if (fst_tensor_counter(&state->tensors, object, view, &problem))
         PyErr_Format(PyExc_TypeError, "%s %s", name, problem.detail);
-        return -1;
-    }
-    if (fst_layout_count(tensor.ndim, tensor.shape) != 1 || tensor.dtype.code != code ||
-        tensor.dtype.bits != 32 ||
-        (tensor.device.device_type != FST_DL_CPU && tensor.device.device_type != FST_DL_CUDA)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a one-element %s tensor in CPU or CUDA memory",
-                     name, type_name(code));
-        return -1;
-    }
-    *out = (place){(char *)tensor.data + tensor.byte_offset, tensor.device};
-    return 0;
-}
-
-/* Does the same for a tensor that must be on the device of `scale`. */
-static int place_beside(fst_module *state, const place *scale, PyObject *object, const char *name,
-                        uint8_t code, place *out)
-{
-    if (place_of(state, object, name, code, out))
-        return -1;
-    if (out->device.device_type == scale->device.device_type &&
-        (out->device.device_type == FST_DL_CPU || out->device.device_id == scale->device.device_id))
+    else if (view->negated || fst_view_count(view) != 1 || (int)view->dtype != dtype)
+        PyErr_Format(PyExc_TypeError, "%s must be a one-element %s tensor, not lazily negated",
+                     name, dtype == FST_I32 ? "int32" : "float32");
+    else if (scale && view->device != scale->device)
+        PyErr_Format(PyExc_TypeError, "%s must be on the device of scale", name);
+    else
         return 0;
-    PyErr_Format(PyExc_TypeError, "%s must be on the device of scale", name);
     return -1;
 }
 
@@ -66,25 +39,21 @@ static PyObject *update_on_device(fst_module *state, PyObject *scale, int device
 
 /* The tensors of a call. */
 typedef struct {
-    place scale, growth, left, found;
+    fst_view scale, growth, left, found;
 } places;
 
-/* Reads the tensors. Returns 0, or -1 with a Python error. */
+/* Reads the tensors. Returns 0, or 1 with a Python error. */
 static int find_places(fst_module *state, PyObject *scale, PyObject *growth_tracker,
                        PyObject *hysteresis_tracker, PyObject *found_inf, places *at)
 {
+    const fst_view *beside = &at->scale;
     state->tensors.ran_python = 0;
-    *at = (places){.left.data = NULL};
-    return place_of(state, scale, "scale", FST_DL_FLOAT, &at->scale) ||
-                   place_beside(state, &at->scale, growth_tracker, "growth_tracker", FST_DL_INT,
-                                &at->growth) ||
-                   place_beside(state, &at->scale, found_inf, "found_inf", FST_DL_FLOAT,
-                                &at->found) ||
-                   (hysteresis_tracker != Py_None &&
-                    place_beside(state, &at->scale, hysteresis_tracker, "hysteresis_tracker",
-                                 FST_DL_INT, &at->left))
-               ? -1
-               : 0;
+    at->left.data = NULL;
+    return read_one(state, scale, "scale", FST_F32, NULL, &at->scale) ||
+           read_one(state, growth_tracker, "growth_tracker", FST_I32, beside, &at->growth) ||
+           read_one(state, found_inf, "found_inf", FST_F32, beside, &at->found) ||
+           (hysteresis_tracker != Py_None &&
+            read_one(state, hysteresis_tracker, "hysteresis_tracker", FST_I32, beside, &at->left));
 }
 
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
@@ -101,7 +70,7 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
     for (int i = 0; i == 0 || (state->tensors.ran_python && i < FST_ATTEMPTS); i++)
         if (find_places(state, scale, growth_tracker, hysteresis_tracker, found_inf, &at))
             return NULL;
-    if (at.scale.device.device_type == FST_DL_CPU) {
+    if (at.scale.device == FST_HOST) {
         fst_loss_scale_update(at.scale.data, at.growth.data, at.left.data ? at.left.data : &once,
                               *(const float *)at.found.data, &a);
         return Py_NewRef(Py_None);
@@ -118,5 +87,5 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
         .growth_interval = a.growth_interval,
         .hysteresis = a.hysteresis,
     };
-    return update_on_device(state, scale, at.scale.device.device_id, &launch);
+    return update_on_device(state, scale, at.scale.device, &launch);
 }

@@ -67,29 +67,18 @@ static PyObject *tensor_at(const arena_object *self, size_t block, void *data, s
     return fst_export_tensor(PyType_GetModuleState(Py_TYPE(self)), &form, end_use, use);
 }
 
-static PyObject *tensor_over(const arena_object *self, size_t block, size_t size,
-                             void (*end)(fst_arena *, size_t))
-{
-    return tensor_at(self, block, fst_arena_data(self->arena, block), size, end);
-}
-
 /* Arena() makes an arena. Arena(file, reserve) attaches to that of another process and owns the
  * file. */
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fst_status status = {0};
     int file = -1;
     Py_ssize_t reserve = 0;
-    if (keywords && PyDict_Size(keywords)) {
-        PyErr_SetString(PyExc_TypeError, "Arena() takes no keywords");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "|in", &file, &reserve))
         return NULL;
     if (PyTuple_Size(args) && (file < 0 || reserve <= 0))
         return PyErr_Format(PyExc_ValueError, "no arena of %zd bytes in file %d", reserve, file);
-    arena_object *self = (arena_object *)alloc(type, 0);
+    arena_object *self = fst_object_new(type, keywords);
     if (!self && file >= 0)
         close(file);
     if (!self)
@@ -104,12 +93,10 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
 
 static void arena_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     arena_object *self = (arena_object *)object;
     if (self->arena)
         fst_arena_drop(self->arena);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 /* Parses the number of an existing block; -1 with a Python error. */
@@ -136,7 +123,8 @@ static PyObject *arena_take(PyObject *object, PyObject *number)
     if (fst_arena_take(self->arena, size, &block, &status))
         return fst_raise(&status);
     fst_arena_lend(self->arena, block);
-    PyObject *tensor = tensor_over(self, block, size, fst_arena_end_loan);
+    PyObject *tensor =
+        tensor_at(self, block, fst_arena_data(self->arena, block), size, fst_arena_end_loan);
     return tensor ? Py_BuildValue("nN", (Py_ssize_t)block, tensor) : NULL;
 }
 
@@ -198,7 +186,8 @@ static PyObject *arena_hold(PyObject *object, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "no block %zd of %zd bytes", block, size);
     if (fst_arena_hold(self->arena, (size_t)block, (size_t)size, &status))
         return fst_raise(&status);
-    return tensor_over(self, (size_t)block, (size_t)size, fst_arena_end_hold);
+    return tensor_at(self, (size_t)block, fst_arena_data(self->arena, (size_t)block), (size_t)size,
+                     fst_arena_end_hold);
 }
 
 static PyObject *arena_pin(PyObject *object, PyObject *unused)

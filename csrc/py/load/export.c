@@ -20,8 +20,6 @@ static void end_export(fst_dl_managed *managed)
 PyObject *fst_export_tensor(const fst_module *state, const fst_dl_tensor *form,
                             void (*end)(void *owner), void *owner)
 {
-    int (*to_object)(fst_dl_managed *, void **) =
-        (int (*)(fst_dl_managed *, void **))state->tensors.api->managed_tensor_to_py_object;
     const size_t dims = (size_t)form->ndim;
     tensor_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
     void *tensor = NULL;
@@ -41,5 +39,6 @@ PyObject *fst_export_tensor(const fst_module *state, const fst_dl_tensor *form,
     export->managed.tensor.shape = sizes;
     export->managed.tensor.strides = sizes + dims;
     /* if it fails, torch may still have the export, so it is not freed */
-    return to_object(&export->managed, &tensor) ? NULL : tensor;
+    return state->tensors.api->managed_tensor_to_py_object(&export->managed, &tensor) ? NULL
+                                                                                      : tensor;
 }

@@ -6,19 +6,14 @@ enum { PATIENCE = 50 }; /* milliseconds between two looks at Python's signals */
 static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     fst_module *state = PyType_GetModuleState(type);
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fst_status status = {0};
     PyObject *slots, *fields, *nodes, *owner;
     unsigned threads;
     int may_wait;
-    if (keywords && PyDict_Size(keywords)) {
-        PyErr_SetString(PyExc_TypeError, "Gather() takes no keywords");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "O!O!O!IpO", state->types[FST_SLOTS], &slots, &PyTuple_Type,
                           &fields, &PyTuple_Type, &nodes, &threads, &may_wait, &owner))
         return NULL;
-    fst_gather_object *self = (fst_gather_object *)alloc(type, 0);
+    fst_gather_object *self = fst_object_new(type, keywords);
     if (!self)
         return NULL;
     self->moves = fst_hold_moves();
@@ -38,7 +33,6 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 
 static void gather_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     fst_gather_object *self = (fst_gather_object *)object;
     if (self->batcher) { /* its threads end before the memory that they read */
         Py_BEGIN_ALLOW_THREADS
@@ -48,8 +42,7 @@ static void gather_dealloc(PyObject *object)
     fst_gather_forget(self);
     Py_XDECREF(self->slots);
     Py_XDECREF(self->owner);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 /* A batch that was asked for. */
@@ -64,9 +57,7 @@ typedef struct {
 static PyObject *new_batch(const fst_module *state, fst_gather_object *gather, fst_batch *batch,
                            PyObject *outputs)
 {
-    PyTypeObject *type = state->types[FST_BATCH];
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    batch_object *self = (batch_object *)alloc(type, 0);
+    batch_object *self = fst_object_new(state->types[FST_BATCH], NULL);
     if (!self) {
         fst_batcher_drop(gather->batcher, batch);
         return NULL;
@@ -79,7 +70,6 @@ static PyObject *new_batch(const fst_module *state, fst_gather_object *gather, f
 
 static void batch_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     batch_object *self = (batch_object *)object;
     if (self->batch) {
         Py_BEGIN_ALLOW_THREADS
@@ -88,8 +78,7 @@ static void batch_dealloc(PyObject *object)
     }
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->gather);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t count,

@@ -21,12 +21,7 @@ PyObject *fst_slot_tensor(const fst_module *state, fst_dl_dtype dtype, int ndim,
 static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     fst_status status = {0};
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    if (PyTuple_Size(args) || (keywords && PyDict_Size(keywords))) {
-        PyErr_SetString(PyExc_TypeError, "Slots() takes no arguments");
-        return NULL;
-    }
-    fst_slots_object *self = (fst_slots_object *)alloc(type, 0);
+    fst_slots_object *self = PyArg_ParseTuple(args, "") ? fst_object_new(type, keywords) : NULL;
     if (self && !(self->pool = fst_slots_new(&status))) {
         Py_DECREF(self);
         return fst_raise(&status);
@@ -36,12 +31,10 @@ static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *keyword
 
 static void slots_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     fst_slots_object *self = (fst_slots_object *)object;
     if (self->pool)
         fst_slots_close(self->pool);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 static PyObject *slots_keep(PyObject *object, PyObject *number)

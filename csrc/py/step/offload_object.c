@@ -291,18 +291,13 @@ static PyObject *offload_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     unsigned threads;
     long long tile;
     fst_status status = {0};
-    if (kwargs && PyDict_Size(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "Offload() takes no keyword arguments");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "IL", &threads, &tile))
         return NULL;
     if (threads < 1 || threads > 256 || tile < 1 || tile > INT64_MAX - FST_CHUNK) {
         PyErr_SetString(PyExc_ValueError, "expected from 1 to 256 threads, and a positive tile");
         return NULL;
     }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    offload_object *self = (offload_object *)allocate(type, 0); /* zeroed */
+    offload_object *self = fst_object_new(type, kwargs);
     if (!self)
         return NULL;
     self->grads = PyList_New(0);
@@ -327,15 +322,13 @@ static int offload_traverse(PyObject *object, visitproc visit, void *arg)
 static void offload_dealloc(PyObject *object)
 {
     offload_object *self = (offload_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_BEGIN_ALLOW_THREADS
     fst_offload_free(self->offload);
     Py_END_ALLOW_THREADS
     Py_XDECREF(self->params);
     Py_XDECREF(self->grads);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 static PyMethodDef offload_methods[] = {

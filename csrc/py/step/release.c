@@ -188,10 +188,6 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fst_module *module = PyType_GetModuleState(type);
     PyObject *otherwise, *optimizer, *rules;
     unsigned long long mode_depth = 0;
-    if (kwargs && PyDict_Size(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "ReleaseHook() takes no keyword arguments");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "OOO!|K", &otherwise, &optimizer, &PyDict_Type, &rules,
                           &mode_depth))
         return NULL;
@@ -199,8 +195,7 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "expected a callable and a weak reference");
         return NULL;
     }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    release_hook *self = (release_hook *)allocate(type, 0); /* zeroed */
+    release_hook *self = fst_object_new(type, kwargs);
     if (!self)
         return NULL;
     self->otherwise = Py_NewRef(otherwise);
@@ -240,7 +235,6 @@ static int hook_clear(PyObject *object)
 static void hook_dealloc(PyObject *object)
 {
     release_hook *self = (release_hook *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->plan);
     Py_XDECREF(self->otherwise);
@@ -248,8 +242,7 @@ static void hook_dealloc(PyObject *object)
     Py_XDECREF(self->rules);
     Py_XDECREF(self->group);
     Py_XDECREF(self->together);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 static PyMemberDef hook_members[] = {

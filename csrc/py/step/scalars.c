@@ -29,27 +29,28 @@ int fst_step_scalars(fst_module *module, const fst_step_options *options, int de
     return failed ? -1 : 0;
 }
 
+/* The types that C has: name, type, and what is written of a value and of its whole number. */
+#define PLAIN_TYPES(X)         \
+    X(FST_F64, double, value)  \
+    X(FST_F32, float, value)   \
+    X(FST_U8, uint8_t, whole)  \
+    X(FST_I8, int8_t, whole)   \
+    X(FST_I16, int16_t, whole) \
+    X(FST_I32, int32_t, whole) \
+    X(FST_I64, int64_t, whole)
+
 static double read_number(int dtype, const void *data)
 {
     switch (dtype) {
-    case FST_F64:
-        return *(const double *)data;
-    case FST_F32:
-        return (double)*(const float *)data;
+#define READ(name, type, from) \
+    case name:                 \
+        return (double)*(const type *)data;
+        PLAIN_TYPES(READ)
+#undef READ
     case FST_BF16:
         return fst_bf16_to_f32(*(const uint16_t *)data);
-    case FST_F16:
-        return fst_f16_to_f32(*(const uint16_t *)data);
-    case FST_U8:
-        return *(const uint8_t *)data;
-    case FST_I8:
-        return *(const int8_t *)data;
-    case FST_I16:
-        return *(const int16_t *)data;
-    case FST_I32:
-        return *(const int32_t *)data;
     default:
-        return (double)*(const int64_t *)data;
+        return fst_f16_to_f32(*(const uint16_t *)data);
     }
 }
 
@@ -58,30 +59,15 @@ static void write_number(int dtype, void *data, double value)
 {
     const int64_t whole = dtype >= FST_DTYPE_COUNT ? (int64_t)value : 0;
     switch (dtype) {
-    case FST_F64:
-        *(double *)data = value;
+#define WRITE(name, type, from)     \
+    case name:                      \
+        *(type *)data = (type)from; \
         break;
-    case FST_F32:
-        *(float *)data = (float)value;
-        break;
-    case FST_BF16:
-        *(uint16_t *)data = fst_f32_to_bf16((float)value);
-        break;
-    case FST_F16:
-        *(uint16_t *)data = fst_f32_to_f16((float)value);
-        break;
-    case FST_U8:
-    case FST_I8:
-        *(uint8_t *)data = (uint8_t)whole;
-        break;
-    case FST_I16:
-        *(uint16_t *)data = (uint16_t)whole;
-        break;
-    case FST_I32:
-        *(uint32_t *)data = (uint32_t)whole;
-        break;
+        PLAIN_TYPES(WRITE)
+#undef WRITE
     default:
-        *(int64_t *)data = whole;
+        *(uint16_t *)data =
+            dtype == FST_BF16 ? fst_f32_to_bf16((float)value) : fst_f32_to_f16((float)value);
     }
 }
 

@@ -282,12 +282,7 @@ int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lis
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    if (PyTuple_Size(args) || (kwargs && PyDict_Size(kwargs))) {
-        PyErr_SetString(PyExc_TypeError, "Plan() takes no arguments");
-        return NULL;
-    }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    fst_step_plan *self = (fst_step_plan *)allocate(type, 0); /* zeroed */
+    fst_step_plan *self = PyArg_ParseTuple(args, "") ? fst_object_new(type, kwargs) : NULL;
     if (self && !fst_step_part_on(self, FST_HOST))
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -296,7 +291,6 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void plan_dealloc(PyObject *object)
 {
     fst_step_plan *self = (fst_step_plan *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     fst_groups_free(self);
     fst_trace_free(self);
@@ -311,8 +305,7 @@ static void plan_dealloc(PyObject *object)
     PyMem_Free(self->grads);
     PyMem_Free(self->layouts);
     PyMem_Free(self->factored);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    fst_object_free(object);
 }
 
 static int plan_traverse(PyObject *object, visitproc visit, void *arg)

@@ -48,7 +48,7 @@ typedef struct {
     fst_dl_header header;
     void (*managed_tensor_allocator)(void);
     int (*managed_tensor_from_py_object)(void *object, fst_dl_managed **out);
-    void (*managed_tensor_to_py_object)(void);
+    int (*managed_tensor_to_py_object)(fst_dl_managed *managed, void **out);
     int (*tensor_from_py_object)(void *object, fst_dl_tensor *out);
     int (*current_work_stream)(int32_t device_type, int32_t device_id, void **out);
 } fst_dl_api;
