@@ -131,13 +131,25 @@ def test_demo_of_a_script_that_fails(
     ("arguments", "message"),
     [
         (("demo", "--output", "plot.pdf"), "must end in .png"),
-        (("demo", "--no-plot", "--steps", "0"), "--steps must be at least 1"),
+        (("demo", "--no-plot", "--steps", "0"), "--steps: must be at least 1, not 0"),
+        (("plan",), "there is neither a FACTORY"),
+        (("plan", "model.py"), "'model.py' is not FILE.py:FUNCTION"),
+        (("plan", "model.py:f", "--plot", "plot.txt"), "must end in .png"),
+        (("plan", "model.py:f", "--tflops", "inf"), "--tflops: must be positive, not inf"),
+        (("convert", "a", "b", "--image-size", "0"), "--image-size: must be at least 1, not 0"),
+        (("doctor", "no.py"), "there is no file 'no.py'"),
     ],
 )
 def test_wrong_arguments(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*arguments) == 1
+    """Status 2, as that of argparse."""
+    status: object = None
+    try:
+        status = run(*arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
     assert message in capsys.readouterr().err
 
 

@@ -256,7 +256,8 @@ def test_images_of_one_size(tmp_path: Path) -> None:
         image_module.fromarray(noise).save(tmp_path / "in" / f"class{i}" / "x.png")
     command = ["convert", str(tmp_path / "in"), str(tmp_path / "out")]
     assert main(command) == 1
-    assert main([*command, "--image-size", "0"]) == 1
+    with pytest.raises(SystemExit):
+        main([*command, "--image-size", "0"])
     assert main([*command, "--image-size", "20"]) == 0
     source = faststep.data.open(tmp_path / "in")
     got: Any = faststep.data.open(tmp_path / "out")

@@ -329,7 +329,7 @@ def test_the_rank_that_others_wait_for() -> None:
 def test_wrong_arguments(tmp_path: Path) -> None:
     assert "there is no script" in doctor(tmp_path, "--minutes", 1).stderr
     assert "'speed' is none of" in doctor(tmp_path, "--only", "speed", "train.py").stderr
-    assert "--minutes must be positive" in doctor(tmp_path, "--minutes", 0, "train.py").stderr
+    assert "--minutes: must be positive" in doctor(tmp_path, "--minutes", 0, "train.py").stderr
 
 
 def test_a_gain_has_the_interval_of_its_noise() -> None:

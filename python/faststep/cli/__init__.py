@@ -25,9 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; default: ``sys.argv[1:]``.
 
     Returns:
-        The exit status: 0 for success, 1 for an error that was reported on stderr,
-        130 after Ctrl-C, 141 if the reader of the output has gone (``| head``). Wrong arguments
-        exit with argparse's status 2.
+        The exit status: 0 for success, 1 for an error that was reported on stderr, 2 for wrong
+        arguments, 130 after Ctrl-C, 141 if the reader of the output has gone (``| head``).
     """
     from . import run
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a write error is reported here, not when Python ends
     except CommandError as error:
         print(f"faststep {name}: {error}", file=sys.stderr)
-        return 1
+        return error.status
     except KeyboardInterrupt:
         print(f"\nfaststep {name}: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TextIO
 
 
 class CommandError(Exception):
     """A problem that the user can solve; shown as one message without a traceback."""
+
+    status = 1  # with which the program ends
+
+
+class UsageError(CommandError):
+    """Arguments that argparse cannot know to be wrong."""
+
+    status = 2
 
 
 def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
@@ -25,6 +35,35 @@ def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
         return given
 
     return parsed
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is an integer of at least so much."""
+
+    def parsed(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
+
+    parsed.__name__ = "int"  # for argparse's error
+    return parsed
+
+
+def positive(text: str) -> float:
+    """The type of an argument that is a positive number."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return value
+
+
+def writable(text: str) -> Path:
+    """The type of an argument that is a file to write, found out before the work."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return path
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from .console import CommandError, ProgressBar
+from .console import CommandError, ProgressBar, at_least
 
 HELP = "write a dataset of any format as memory-mapped arrays, for the loader's C threads"
 BETWEEN = 0.1  # seconds between two updates of the progress bar
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--image-size",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="resize images by their shorter side, and keep the middle N x N pixels",
     )
@@ -41,8 +41,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Convert, with a progress bar."""
     from ..data import convert
 
-    if arguments.image_size is not None and arguments.image_size < 1:
-        raise CommandError(f"--image-size {arguments.image_size} must be at least 1")
     options = {"columns": arguments.columns.split(",")} if arguments.columns else {}
     bar: ProgressBar | None = None
     shown = 0.0

@@ -18,7 +18,7 @@ import torch
 
 from . import plots
 from .busy import Watch, busy_note
-from .console import CommandError, ProgressBar, table, times
+from .console import CommandError, ProgressBar, at_least, table, times
 from .scripts.meter import PHASES
 
 HELP = "train three small models, each with plain torch and under `run`, and compare"
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``demo``."""
     parser.add_argument(
         "--steps",
-        type=int,
+        type=at_least(1),
         default=16,
         help="the table's model takes 40 times as many; default: %(default)s",
     )
@@ -129,10 +129,8 @@ def train(arguments: argparse.Namespace) -> Results:
     """Run each script with plain torch and under ``run``.
 
     Raises:
-        CommandError: a number is too small, a module is missing, or a script failed.
+        CommandError: a module is missing, or a script failed.
     """
-    if arguments.steps < 1:
-        raise CommandError("--steps must be at least 1")
     for name in arguments.only:
         for module in TRAININGS[name].needs:
             if importlib.util.find_spec(module) is None:

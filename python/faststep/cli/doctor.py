@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NoReturn
 
 from ..doctor import KINDS, MINUTES, SURE, Answer, DoctorError, examine, scratch
 from ..doctor.nodes import Nodes
 from ..doctor.runs import GRACE, Runs
 from ..doctor.sandbox import Kind, is_available
-from .console import CommandError, some_of, table
+from .console import CommandError, positive, some_of, table, writable
 from .doctor_page import page
 from .run import parsed
 
@@ -27,15 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [OPTION ...] (SCRIPT | -c CODE | -m MODULE) [ARGUMENT ...]"
     parser.add_argument(
         "--minutes",
-        type=float,
+        type=positive,
         metavar="N",
         help="take at most these (default: 3, and 1.5 where a step takes less than 0.2 s)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the answer to this file")
-    parser.add_argument("--html", metavar="FILE", help="write it as one page")
-    parser.add_argument(
-        "--save", metavar="FILE", help="write what is proven to help, for `run --with FILE`"
-    )
+    for name, text in (
+        ("json", "write the answer to this file"),
+        ("html", "write it as one page"),
+        ("save", "write what is proven to help, for `run --with FILE`"),
+    ):
+        parser.add_argument(f"--{name}", type=writable, metavar="FILE", help=text)
     parser.add_argument(
         "--accept",
         action="append",
@@ -66,8 +68,10 @@ def run_doctor(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m faststep doctor", description=HELP)
     add_arguments(parser)
     arguments, program = parsed(argv, parser)
-    if arguments.minutes is not None and not arguments.minutes > 0:
-        parser.error("--minutes must be positive")
+    if not (program.flag or os.path.exists(program.name)):
+        parser.error(f"there is no file {program.name!r}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the first one runs the script on as many ranks, again and again
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -95,15 +99,20 @@ def run_doctor(argv: Sequence[str]) -> int:
         if nodes is not None and os.environ["RANK"] == "0":
             nodes.dismiss()
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(answer.as_json(), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(answer.as_json(), indent=1) + "\n")
     if arguments.save:
         best = answer.best
         saved = {"remedy": best and best.remedy, "changes": best.change if best else {}}
-        Path(arguments.save).write_text(json.dumps(saved, indent=1) + "\n")
+        arguments.save.write_text(json.dumps(saved, indent=1) + "\n")
     if arguments.html:
-        Path(arguments.html).write_text(page(answer))
+        arguments.html.write_text(page(answer))
     print(report(answer))
     return 0
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """End as after Ctrl-C, with all that runs, for a signal that would end this process alone."""
+    raise SystemExit(128 + number)
 
 
 def _nodes(arguments: argparse.Namespace, ranks: int) -> Nodes | None:

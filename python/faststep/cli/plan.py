@@ -22,9 +22,9 @@ from ..sizing.machine import Machine
 from ..sizing.ways import bucket_mb_for, ways_of
 from ..zero.deepspeed import lines_for
 from ..zero.stage3.blocks import blocks_of
-from .console import CommandError
+from .console import CommandError, UsageError, at_least, positive
 from .plan_page import Planned, plot, report
-from .plots import need_matplotlib
+from .plots import can_be_drawn
 
 HELP = "show what sharding, offload and checkpointing would take on each GPU, and choose"
 _FACTORY = "FILE.py:FUNCTION or MODULE:FUNCTION"
@@ -42,20 +42,8 @@ def _bytes(text: str) -> int:
     return size
 
 
-def _positive(kind: type) -> Callable[[str], Any]:
-    def parsed(text: str) -> Any:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"must be positive, not {text}")
-        return value
-
-    parsed.__name__ = kind.__name__  # for argparse's error
-    return parsed
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``plan``."""
-    count, rate = _positive(int), _positive(float)
     parser.add_argument(
         "factory",
         nargs="?",
@@ -64,14 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a function loss() of one micro-batch; both run on tensors without memory",
     )
     for name, kind, default, unit, what in (
-        ("gpus", count, 8, "N", "GPUs of a node"),
-        ("nodes", count, 1, "N", "nodes"),
+        ("gpus", at_least(1), 8, "N", "GPUs of a node"),
+        ("nodes", at_least(1), 1, "N", "nodes"),
         ("memory", _bytes, "80GiB", "SIZE", "of a GPU"),
-        ("link", rate, 50, "GB/s", "from a node to the others"),
-        ("inside", rate, 300, "GB/s", "from a GPU to the others of its node"),
-        ("host", rate, 25, "GB/s", "between a GPU and host memory"),
-        ("dram", rate, 200, "GB/s", "of a node's host memory"),
-        ("tflops", rate, 300, "N", "10^12 operations per second that a GPU reaches in training"),
+        ("link", positive, 50, "GB/s", "from a node to the others"),
+        ("inside", positive, 300, "GB/s", "from a GPU to the others of its node"),
+        ("host", positive, 25, "GB/s", "between a GPU and host memory"),
+        ("dram", positive, 200, "GB/s", "of a node's host memory"),
+        (
+            "tflops",
+            positive,
+            300,
+            "N",
+            "10^12 operations per second that a GPU reaches",
+        ),
     ):
         text = f"{what}; default: %(default)s"
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=unit, help=text)
@@ -95,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu: ranks of gloo, whose messages need more memory; default: %(default)s",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory as bars")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the memory as bars")
     parser.add_argument(
         "--from",
         dest="config",
@@ -108,9 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print the table and the choice."""
     if arguments.config is None and arguments.factory is None:
-        raise CommandError(f"there is neither a FACTORY ({_FACTORY}) nor --from DS_CONFIG")
+        raise UsageError(f"there is neither a FACTORY ({_FACTORY}) nor --from DS_CONFIG")
     if arguments.plot is not None:
-        need_matplotlib("leave --plot away")
+        arguments.plot = can_be_drawn(arguments.plot, "leave --plot away")
     if arguments.config is not None:
         try:
             print("\n".join(lines_for(arguments.config)))
@@ -190,7 +184,7 @@ def _run_with_checkpoints(function: Callable[[], Any], name: str, model: nn.Modu
 def _function_of(text: str) -> Callable[[], Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier():
-        raise CommandError(f"{text!r} is not {_FACTORY}")
+        raise UsageError(f"{text!r} is not {_FACTORY}")
     try:
         module = _module_at(place)
     except Exception as error:

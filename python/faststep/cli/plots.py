@@ -1,4 +1,4 @@
-"""The PNG of the demo; the only module that needs matplotlib."""
+"""The plots, which need matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .console import CommandError, times
+from .console import CommandError, UsageError, times, writable
 
 # The first curve is broad, so that the second one on top of it hides nothing.
 _STYLES: tuple[dict[str, Any], ...] = (
@@ -42,41 +42,48 @@ def _cache() -> Path:
 
 
 def plot_path(arguments: argparse.Namespace, name: str) -> Path | None:
-    """Make sure, before the work, that a plot can be written.
+    """Where the plot goes, by what :func:`add_arguments` declares; None for no plot.
 
     Args:
-        arguments: what :func:`add_arguments` declares; to ``output`` ``.png`` is added where it
-            has no suffix, and a missing folder is made.
+        arguments: the user's.
         name: the file's name, if the user gave no path.
-
-    Returns:
-        The path to write to, None for no plot.
-
-    Raises:
-        CommandError: matplotlib is missing, the name ends otherwise, or the folder cannot be made.
     """
     if arguments.no_plot:
         return None
-    output: Path = _cache() / name if arguments.output is None else arguments.output
+    return can_be_drawn(arguments.output or _cache() / name, "pass --no-plot")
+
+
+def can_be_drawn(output: Path, otherwise: str) -> Path:
+    """Make sure, before the work, that a plot can be written.
+
+    Args:
+        output: its path; a missing folder is made.
+        otherwise: what a user without matplotlib can do.
+
+    Returns:
+        The path, with ``.png`` where it had no suffix.
+
+    Raises:
+        CommandError: matplotlib is missing, the name ends otherwise, or nothing can be written
+            there.
+    """
     output = output if output.suffix else output.with_suffix(".png")
     if output.suffix.lower() != ".png":
-        raise CommandError(f"the plot is a PNG, so {output} must end in .png")
+        raise UsageError(f"the plot is a PNG, so {output} must end in .png")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        writable(str(output))
     except OSError as error:
         raise CommandError(f"the plot's folder cannot be made: {error}") from error
-    need_matplotlib("pass --no-plot")
-    return output
-
-
-def need_matplotlib(otherwise: str) -> None:
-    """Raise CommandError if a plot cannot be drawn, which says what to do instead."""
+    except argparse.ArgumentTypeError as error:
+        raise CommandError(f"the plot {error}") from None
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise CommandError(
             f'the plot needs matplotlib: pip install "faststep[demo]", or {otherwise}'
         ) from error
+    return output
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,13 @@ from ..run import PARTS, start
 from ..run.changes import Changes, preloading
 from ..run.program import Program, ProgramError
 from . import live
-from .console import some_of
+from .console import at_least, some_of
 
 __all__ = ["HELP", "add_arguments", "parsed", "run_program"]
 
 HELP = "run a script with faststep's classes in place of torch's"
 PYTHONS = tuple(f"-{letter}" for letter in "bBdEiIOPqRsStuvVWxX")  # its options beside -c and -m
 NOT_FOUND = 2  # the status of Python itself
-
-
-def _count(least: int) -> Callable[[str], int]:
-    """The type of an argument that is an integer of at least so much."""
-
-    def parsed(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
-        return value
-
-    parsed.__name__ = "int"  # for argparse's error
-    return parsed
 
 
 def _proven(path: str) -> Changes:
@@ -59,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"use these parts alone, separated by commas: {', '.join(PARTS)}",
     )
     parser.add_argument(
-        "--threads", type=_count(1), metavar="N", help="torch's threads, whatever the script sets"
+        "--threads", type=at_least(1), metavar="N", help="torch's threads, whatever the script sets"
     )
     parser.add_argument(
         "--workers",
-        type=_count(0),
+        type=at_least(0),
         metavar="N",
         help="workers of every DataLoader, kept over epochs",
     )
@@ -80,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile models with torch.compile")
     parser.add_argument(
         "--accumulate",
-        type=_count(1),
+        type=at_least(1),
         metavar="N",
         help="step once for N steps of the script, with the mean of their gradients",
     )

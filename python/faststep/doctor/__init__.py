@@ -154,8 +154,6 @@ def examine(
     runs = Runs(program, until, network, sandbox, ranks, nodes)
     say("running the script as it is")
     base = runs.measure(FIRST, tries=True, only=only)
-    if len(base["steps"]) < 2:
-        raise DoctorError("the script made fewer than two steps of an optimizer in this time")
     if minutes is None and mean_step(base) < SHORT_STEP:
         runs.until = begun + FEW_SECONDS
     suspected, trials = suspects(base), Trials(runs, base, accept, say)

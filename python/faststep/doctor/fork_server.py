@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from .._torch.compiler import import_compiler
@@ -19,6 +24,10 @@ from ..memory.activations import status
 LONGEST = 1 << 20  # bytes of an order
 MOST_READ = 65536  # bytes
 ENDED = b"."
+POLLED = 0.02  # seconds between two looks at whether a run has ended
+PATIENCE = 5.0  # seconds in which a server ends what it has started
+_SUBREAPER = 36  # of prctl(2): who becomes the parent of processes whose parents have ended
+_TIDIES = re.compile(rb"resource_tracker|torch_shm_manager")  # programs that remove shared memory
 
 
 class ForkServer:
@@ -82,12 +91,14 @@ class ForkServer:
 
     def kill(self) -> str:
         """End the server and its run; returns the newest of what they have said on stderr."""
-        if self.is_alive:
+        self._socket.close()  # which tells it
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:  # it imports still
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._socket.close()
+            self._process.wait()
         for one in self._readers:
-            one.join()
+            one.join(PATIENCE)
         return b"".join(self._said).decode(errors="replace")
 
 
@@ -102,25 +113,56 @@ def _drain(stream: IO[bytes], kept: list[bytes] | None) -> None:
 def serve(orders: int) -> dict[str, Any]:
     """Fork for each order that a socket brings; returns it in the child.
 
-    `answer` and `shared` are added to it: bytes of libraries that the child has not looked at.
+    What the child has started ends with it, and all of them when the socket is closed, as it is
+    when the doctor is killed. `answer` and `shared` are added to the order: bytes of libraries
+    that the child has not looked at.
     """
     import_compiler()
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     connection = socket.socket(fileno=orders)
     while True:
         data, fds, _, _ = socket.recv_fds(connection, LONGEST, 1)
         if not data:
             os._exit(0)
+        order: dict[str, Any] = json.loads(data)
         before = status("VmRSS")
         child = os.fork()
         if child == 0:
             connection.close()
             os.setsid()
-            order: dict[str, Any] = json.loads(data)
             order["answer"] = fds[0] if order["is_asked"] else None
             return {**order, "shared": max(0, before - status("VmRSS"))}
         for one in fds:
             os.close(one)
-        os.waitpid(child, 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what the run has left
-        connection.send(ENDED)
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if select.select([connection], [], [], POLLED)[0]:
+                break  # it is closed
+        if order["sandbox"] != "namespaces":  # which end all processes inside
+            _end_others()
+        with contextlib.suppress(OSError):
+            connection.send(ENDED)
+
+
+def _end_others() -> None:
+    """End all that a run has left, but for programs that tidy up then, as long as they do."""
+    tidied = time.monotonic() + PATIENCE / 2
+    while children := _children():
+        is_late = time.monotonic() > tidied
+        for number, command in children:
+            if is_late or not _TIDIES.search(command):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(POLLED)
+        with contextlib.suppress(ChildProcessError):  # there are no more
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _children() -> list[tuple[int, bytes]]:
+    """The numbers and the command lines of this process's children."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of one that has ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.append((int(folder.name), (folder / "cmdline").read_bytes()))
+    return found

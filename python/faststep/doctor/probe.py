@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
 import traceback
 from typing import Any
@@ -19,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..run import swap_silently
 from ..run.changes import make_changes
-from ..run.program import Program
+from ..run.program import Program, ProgramError, of_program
 from . import sandbox, scratch
 from .fork_server import serve
 from .peers import Peers
@@ -56,8 +55,6 @@ def main(order: dict[str, Any]) -> None:
             found["peak"] += order["shared"]
         with os.fdopen(order["answer"], "w") as answer:
             json.dump(found, answer)
-        if order["sandbox"] != "namespaces":  # which end all processes inside
-            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
     random.seed(SEED)
@@ -75,16 +72,28 @@ def main(order: dict[str, Any]) -> None:
         return
     names = ("seconds", "least_steps", "most_seconds", "until", "tries", "only")
     recorder = Recorder(**{name: order[name] for name in names}, done=done)
+    process = os.getpid()
     recorder.start()
     try:
         Program(*order["program"]).run()
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            done({"error": f"the script ended with status {error.code}"})
-    except BaseException:
-        if not recorder.is_measured:
-            done({"error": traceback.format_exc()})
+    except BaseException as error:
+        if os.getpid() != process:  # a fork that has come to its end
+            raise
+        if (failure := _failure(error)) is not None and not recorder.is_measured:
+            done({"error": failure})
     recorder.end()
+
+
+def _failure(error: BaseException) -> str | None:
+    """What to say of the exception that ended a script; None if it is no failure."""
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            return f"ended with status {error.code}" if error.code else None
+        return None if error.code is None else f"ended with status 1: {error.code}"
+    if isinstance(error, ProgramError):
+        return f"cannot be run: {error}"
+    shown = traceback.format_exception(type(error), error, of_program(error))
+    return f"failed:\n{''.join(shown)}"
 
 
 def _enter_sandbox(order: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import bisect
 import ctypes
 import gc
 import itertools
+import os
 import resource
 import statistics
 import sys
@@ -109,7 +110,7 @@ class Recorder:
         self._most = most_seconds
         self._done, self._tries, self._only = done, tries, only
         self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._begun = self._stepped_at = time.perf_counter()
         self._lock = threading.Lock()
         self._is_over = False
@@ -232,17 +233,22 @@ class Recorder:
     # ---- the end
 
     def end(self) -> None:
-        """Hand over what was found; once."""
-        with self._lock:
+        """Hand over what was found; once, and not in a fork of the script."""
+        is_here = threading.get_ident() == self._thread
+        if os.getpid() != self._process or not self._lock.acquire(blocking=is_here):
+            return
+        try:  # the script's thread waits here for the other one
             if self._is_over:
                 return
             self._is_over = True
-        self._sampler.stop()
-        found = self._result or self._found()
-        if self._alternation is not None:
-            found["switched"] = self._alternation.gains
-            found["tried_for"] = time.perf_counter() - self._stops_at
-        self._done(found)
+            self._sampler.stop()
+            found = self._result or self._found()
+            if self._alternation is not None:
+                found["switched"] = self._alternation.gains
+                found["tried_for"] = time.perf_counter() - self._stops_at
+            self._done(found)
+        finally:
+            self._lock.release()
 
     def _found(self) -> dict[str, Any]:
         self._threads = self._threads or torch.get_num_threads()

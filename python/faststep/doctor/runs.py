@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 from ..run.changes import preloading
 from ..run.program import Program
 from . import sandbox
-from .fork_server import ForkServer
+from .fork_server import POLLED, ForkServer
 from .nodes import Nodes
 
-POLLED = 0.02  # seconds between two looks at whether a run has ended
+_REFUSED = re.compile(r"[Pp]ermission|unable to open")  # the latter by SQLite
+_OFFLINE = re.compile(r"name resolution|Name or service not known|[Nn]etwork is unreachable")
 GRACE = 20.0  # seconds to start and to end, beyond what a run may measure
 
 
@@ -111,13 +113,17 @@ class Runs:
             self._run(order, answer.fileno())
             answer.seek(0)
             text = answer.read()
-        if not text:
-            server = self._servers.get(order["change"].get("preload", ""))
-            errors = server.kill() if server is not None else ""
-            raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
-        found: dict[str, Any] = json.loads(text)
-        if "error" in found:
-            raise DoctorError(f"the script failed:\n{found['error']}{self._hint(found['error'])}")
+        found: dict[str, Any] = json.loads(text) if text else {"error": "ended without an answer"}
+        if error := found.get("error", ""):
+            if "\n" not in error:  # no traceback: what it has said itself
+                server = self._servers[order["change"].get("preload", "")]
+                error += f":\n{server.kill()[-2000:]}".rstrip(":\n")
+            raise DoctorError(f"the script {error.rstrip()}{self._hint(error)}")
+        if len(found["steps"]) < 2:
+            raise DoctorError(
+                "the script made fewer than two steps of an optimizer in its main thread, within "
+                f"{time.monotonic() - begun:.0f} s"
+            )
         self.started = time.monotonic() - begun - sum(found["steps"]) - found["tried_for"]
         return found
 
@@ -146,10 +152,14 @@ class Runs:
             server = self._server_with(order["change"].get("preload", ""))
             server.begin(order, answer)
             end = time.monotonic() + order["most_seconds"] + GRACE
-            while not server.has_ended(POLLED):
-                if is_over() or time.monotonic() > end:
-                    server.kill()
-                    break
+            try:
+                while not server.has_ended(POLLED):
+                    if is_over() or time.monotonic() > end:
+                        server.kill()
+                        break
+            except BaseException:  # before the folder is removed
+                server.kill()
+                raise
         if time.monotonic() > end:
             raise DoctorError(f"the script did not end within {order['most_seconds']:.0f} s")
 
@@ -171,10 +181,12 @@ class Runs:
         return server
 
     def _hint(self, error: str) -> str:
-        if self._sandbox != "scratch" or "ermission" not in error:
+        if not self._network and _OFFLINE.search(error):
+            return "\nThe script has no network here, unless --network is passed."
+        if self._sandbox != "scratch" or not _REFUSED.search(error):
             return ""
         return (
-            "Without namespaces only Python's own functions and torch.save may write files, and "
+            "\nWithout namespaces only Python's own functions and torch.save may write files, and "
             "nothing may use TCP unless --network is passed. --in-place runs the script without a "
             "sandbox: each run then writes its files."
         )

@@ -7,6 +7,7 @@ optimizer and each loss.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import defaultdict
@@ -50,7 +51,7 @@ class Sampler:
         self.ends: dict[int, list[float]] = defaultdict(list)
         self._interval = interval
         self._looked, self._stepped, self._lost = looked, stepped, lost
-        self._watched = threading.get_ident()
+        self._watched, self._process = threading.get_ident(), os.getpid()
         self._is_on = False
         self._has_optimizer = False
         self._thread = threading.Thread(target=self._look_on, name="faststep sampler", daemon=True)
@@ -99,8 +100,9 @@ class Sampler:
         self._stepped(optimizer, ends)
 
     def _is_elsewhere(self) -> bool:
-        """True where nothing is to be noted."""
-        return not self._is_on or threading.get_ident() != self._watched
+        """True where nothing is to be noted, as in forks of the script."""
+        here = threading.get_ident(), os.getpid()
+        return not self._is_on or here != (self._watched, self._process)
 
     def _look_on(self) -> None:
         while self._is_on:

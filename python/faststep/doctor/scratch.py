@@ -170,7 +170,7 @@ class _Overlay:
             return None
         folder, last = os.path.split(os.path.abspath(os.fsdecode(path)))
         name = self._outside(os.path.join(os.path.realpath(folder), last))
-        if name is None or name.startswith(_KEPT):
+        if name is None or (name.startswith(_KEPT) and not name.startswith("/dev/shm/")):
             return None
         place = self._place(name)
         if follow and os.path.islink(place):

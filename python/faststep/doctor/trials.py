@@ -237,7 +237,8 @@ class Trials:
 
     def _measured(self, change: dict[str, Any]) -> dict[str, Any]:
         """A run with a change; the seconds are those of as many samples as without it."""
-        found = self._runs.measure(SHORT, change)
+        share = 2.0 * self._needed() / max(self._runs.left, 1e-3)  # not all, if it hangs
+        found = self._runs.measure(SHORT._replace(most=min(1.0, max(0.5, share))), change)
         samples = change.get("batch", 1.0) * change.get("accumulate", 1)
         found["steps"] = [seconds / samples for seconds in found["steps"]]
         return found
@@ -275,8 +276,12 @@ class Trials:
         return float(max(gain, 1.0 / gain))
 
     def _has_time(self, runs: int) -> bool:
+        return self._runs.left > runs * self._needed()
+
+    def _needed(self) -> float:
+        """Seconds of a run."""
         least = SHORT.least_steps * statistics.fmean(self._base["steps"])
-        return self._runs.left > runs * (self._runs.started + max(2 * SHORT.seconds, least))
+        return self._runs.started + max(2 * SHORT.seconds, least)
 
 
 def _is_all(change: dict[str, Any]) -> bool:

@@ -126,11 +126,17 @@ def _shown_as_pythons(run: Callable[[], object]) -> None:
     try:
         run()
     except BaseException as error:
-        shown = error.__traceback__
-        while shown is not None and _is_ours(shown):
-            shown = shown.tb_next
-        _show_once(error, shown)
+        _show_once(error, of_program(error))
         raise
+
+
+def of_program(error: BaseException) -> types.TracebackType | None:
+    """The traceback of an exception from where the program begins."""
+    shown, before = error.__traceback__, True
+    while shown is not None and (before or _is_ours(shown)):
+        before = before and not _is_ours(shown)
+        shown = shown.tb_next
+    return shown
 
 
 def _is_ours(traceback: types.TracebackType) -> bool:
