@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from contenders import OURS
+from contenders import OURS, Contender, contenders_of
 from workloads import OTHER_OPTIMIZERS, SHAPES, Work, count_elements
 
 SMOKE = os.environ.get("FASTSTEP_BENCH_SMOKE") == "1"
@@ -115,3 +115,10 @@ def plan_of(work: Work) -> Plan:
     slowest = 1e-4 * len(work.shapes) + 1e-8 * count_elements(work.shapes)
     rounds = min(40, max(7, round(7.0 / slowest)))
     return Plan(blocks=7, rounds=max(1, round(rounds / 7)))
+
+
+def turns_of(work: Work) -> list[tuple[int, Contender]]:
+    """The blocks of a work and whose turn it is, in every second block the other way round."""
+    everyone = contenders_of(work)
+    blocks = range(plan_of(work).blocks)
+    return [(block, one) for block in blocks for one in everyone[:: -1 if block % 2 else 1]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench_rows import SMOKE
-from contest import BLOCK_SECONDS, MOST_ROUNDS, Ring
+from contest import BLOCK_SECONDS, BLOCKS_IN_PLACE, MOST_ROUNDS, Ring
 from figures import figures_text
 from goals import goals_text
 from plots import plot_outcomes
@@ -74,8 +74,9 @@ def _introduction() -> str:
         f"{machine()}; {datetime.now(timezone.utc):%Y-%m-%d}.{smoke}\n\n"
         "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks of "
         f"one to six rounds, or as many, up to {MOST_ROUNDS}, as take {BLOCK_SECONDS:g} s; medians "
-        "over all blocks. The gradients are restored before every "
-        "round, untimed, from the last to the first, as backward makes them. Their "
+        f"over all blocks. Every {BLOCKS_IN_PLACE} blocks all tensors are made anew. The gradients "
+        "are restored before every round, untimed, from the last to the first, as backward makes "
+        "them. Their "
         f"global norm is 4 and the limit {MAX_NORM:g}, so clipping acts, unless a row says "
         "otherwise. GB/s is the least traffic of the work over the median; copy_ counts 8 bytes "
         "per fp32 element. torch default is the for-loop: on a CPU torch chooses foreach only "

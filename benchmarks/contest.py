@@ -18,6 +18,7 @@ ENOUGH_ROUNDS = 3
 ENOUGH_SECONDS = 5.0
 BLOCK_SECONDS = 0.0 if SMOKE else 0.15
 MOST_ROUNDS = 50
+BLOCKS_IN_PLACE = 3  # odd: with the order of a block's contenders alternates who is made first
 
 
 class Ring:
@@ -62,6 +63,8 @@ class Ring:
             self.leave()
             self._contest = Contest(work)
             self.outcomes.append(self._contest.outcome)
+        elif self._block != block and block % BLOCKS_IN_PLACE == 0:
+            self._contest.move()  # else a ratio is the luck of one placement
         if self._block != block:
             self._block = block
             for _ in range(COPIES_PER_BLOCK):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench_rows import all_works, plan_of
-from contenders import Contender, contenders_of
+from bench_rows import all_works, plan_of, turns_of
+from contenders import Contender
 from contest import Ring
 from workloads import Work
 
@@ -18,8 +18,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             work, block, contender, id=f"{work.key}-{block + 1}-{contender.name}".replace(" ", "_")
         )
         for work in all_works(int(metafunc.config.getoption("elements")))
-        for block in range(plan_of(work).blocks)
-        for contender in contenders_of(work)
+        for block, contender in turns_of(work)
     ]
     metafunc.parametrize(("work", "block", "contender"), cases)
 

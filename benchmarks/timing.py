@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -89,8 +90,8 @@ class Contest:
         work: what is measured.
         seed: seed of the tensors.
 
-    A contender is built on first use and does one untimed round. That round must change the
-    tensors, so that nobody wins by doing nothing.
+    A contender is built on first use, and on the first one after ``move()``, and does one untimed
+    round. That round must change the tensors, so that nobody wins by doing nothing.
     """
 
     def __init__(self, work: Work, seed: int = 0) -> None:
@@ -103,6 +104,12 @@ class Contest:
         if free is not None and needed > free:
             reason = f"needs {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB are free"
             self.outcome.absent = {c.name: reason for c in contenders_of(work)}
+
+    def move(self) -> None:
+        """Free all tensors: the contenders' next rounds are in other memory."""
+        self._rounds.clear()
+        self._arena = None
+        gc.collect()
 
     def refill(self) -> None:
         """Restore the gradients; belongs before each round, untimed."""
@@ -123,7 +130,8 @@ class Contest:
                 return None
             warm_up(contender.name, round_, self._arena)
             self._rounds[contender.name] = round_
-            self._paces[contender.name] = timed(round_, self._arena)
+            if contender.name not in self._paces:
+                self._paces[contender.name] = timed(round_, self._arena)
         return self._rounds[contender.name]
 
     def rounds_in(self, seconds: float, contender: Contender, least: int, most: int) -> int:

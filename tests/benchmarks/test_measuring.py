@@ -6,12 +6,21 @@ import json
 import math
 import subprocess
 import sys
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
+import faststep
+from bench_rows import Plan, turns_of
 from contenders import CONTENDERS, OURS, Contender, Round
+from contest import Ring
 from report import as_text
 from timing import Contest, CopyMeter, Outcome
 from workloads import FAMILIES, INIT_SCALE, SHAPES, Arena, Work, count_elements
@@ -72,6 +81,47 @@ def test_a_contender_that_does_nothing_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="idle did not do the work"):
         Contest(Work("adamw", "tiny", ((4,),))).round_of(Contender("idle", build))
+
+
+class _Benchmark:
+    """pytest-benchmark's fixture, as far as a ring uses it."""
+
+    def __init__(self) -> None:
+        self.extra_info: dict[str, Any] = {}
+        self.stats: Any = None
+
+    def pedantic(self, round_: Round, setup: Round, rounds: int, iterations: int) -> None:
+        for _ in range(rounds):
+            setup()
+            round_()
+        self.stats = SimpleNamespace(stats=SimpleNamespace(data=[1.0] * rounds))
+
+
+def test_contenders_move_every_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was made last is made first, in other memory, and what was measured is kept."""
+    monkeypatch.setattr("contest.BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr("contest.CopyMeter", lambda _: CopyMeter(16))
+    work, made, alive = Work("lion", "tiny", ((4,), (3, 2))), [], []
+
+    def build(name: str, parameters: Sequence[Parameter]) -> Round:
+        assert all(ref() is None for ref in alive if ref() is not parameters[0])
+        made.append(name)
+        alive.append(weakref.ref(parameters[0]))
+        return faststep.optim.Lion(parameters).step
+
+    ring, blocks = Ring(), []
+    monkeypatch.setattr(
+        "bench_rows.contenders_of", lambda _: [Contender(n, partial(build, n)) for n in "ab"]
+    )
+    for block, contender in turns_of(work):
+        ring.measure(_Benchmark(), work, block, contender, Plan(7, 2))
+        blocks.append(block)
+    assert blocks == [block for block in range(7) for _ in "ab"]
+    assert made == ["a", "b", "b", "a", "a", "b"]
+    [outcome] = ring.outcomes
+    assert {name: len(times) for name, times in outcome.seconds.items()} == {"a": 14, "b": 14}
+    ring.leave()
+    assert all(ref() is None for ref in alive)
 
 
 def test_work_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
