@@ -81,8 +81,8 @@ MAY_IMPORT = {
         ),
     },
     "run": {
-        *("_C", "_devices", "accumulation", "amp", "clip", "data.stats", "data", "memory", "nn"),
-        *("optim", "zero"),
+        *(*TORCH, "_devices", "accumulation", "amp", "clip", "data.options", "data.stats", "data"),
+        *("memory", "nn", "optim", "zero"),
     },
     "doctor": {*TORCH, "memory", "run"},
     "sizing": {*TORCH, "optim", "zero"},

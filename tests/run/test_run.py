@@ -266,7 +266,7 @@ def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
         " type(torch.utils.data.DataLoader([1])).__module__)"
     )
     done = run(source, options=("--only", "data"))
-    assert good(done) == "torch.optim.sgd faststep.data.loader\n"
+    assert good(done) == "torch.optim.sgd faststep.run.loaders\n"
     assert done.stderr.startswith("faststep run: torch.utils.data.DataLoader -> faststep.data.")
     silent = run(source, options=("--only=optim",), RANK="1")
     assert good(silent) == "faststep.run.optimizers torch.utils.data.dataloader\n"

@@ -13,7 +13,8 @@ assert cross_entropy is F.cross_entropy
 assert pickle.loads(pickle.dumps(cross_entropy)) is cross_entropy
 logits, target = torch.randn(300, 1024, requires_grad=True), torch.arange(300)
 loss = nn.CrossEntropyLoss()(logits, target)
-print(loss.grad_fn.name(), torch.jit.script(nn.CrossEntropyLoss())(logits, target).grad_fn.name())
+scripted = torch.jit.script(nn.CrossEntropyLoss())(logits, target)
+print(*(isinstance(x.grad_fn, torch.autograd.function.BackwardCFunction) for x in (loss, scripted)))
 loss.backward()
 """
 
@@ -21,7 +22,7 @@ loss.backward()
 def test_modules_and_functions_are_swapped(run: Run) -> None:
     done = run(SCRIPT, options=("--only", "loss"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_CrossEntropyBackward", "NllLossBackward0"]
+    assert done.stdout.split() == ["True", "False"]
     assert (
         "torch.nn.functional.cross_entropy -> faststep.nn.functional.cross_entropy" in done.stderr
     )
@@ -31,4 +32,4 @@ def test_modules_and_functions_are_swapped(run: Run) -> None:
 def test_without_the_part_it_is_torchs(run: Run) -> None:
     done = run(SCRIPT, options=("--only", "optim,amp"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[0] == "NllLossBackward0"
+    assert done.stdout.split()[0] == "False"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
+from torch.utils import data
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
     collate,
@@ -22,7 +23,7 @@ from torch.utils.data._utils.collate import (
     default_collate,
     default_collate_fn_map,
 )
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration as IterableEnded
 from torch.utils.data._utils.worker import _ResumeIteration as ResumeIteration
@@ -34,6 +35,7 @@ from torch.utils.data.dataloader import (
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter
 
 __all__ = [
+    "READING",
     "BaseDataLoaderIter",
     "ExceptionWrapper",
     "IterableEnded",
@@ -54,6 +56,15 @@ __all__ = [
     "set_worker_dataset",
     "worker_info_of_thread",
 ]
+
+# The classes whose functions read the samples of a DataLoader.
+READING: tuple[type, ...] = (
+    *(BaseDataLoaderIter, SingleProcessDataLoaderIter, MultiProcessingDataLoaderIter),
+    *(_MapDatasetFetcher, _IterableDatasetFetcher),
+    *(data.TensorDataset, data.Subset, data.ConcatDataset, data.BatchSampler),
+    *(data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler),
+    *(data.WeightedRandomSampler, data.DistributedSampler),
+)
 
 
 def collates_as_default(function: Any, containers: Iterable[type]) -> bool:

@@ -157,6 +157,15 @@ class GradScaler(UnscalingScaler):
                 that is negative or NaN.
         """
         check_limit("max_norm", max_norm)
+        return self._step(optimizer, max_norm, args, kwargs)
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
         fused = hasattr(type(optimizer), "_asked")  # faststep's, sharded or not
         if max_norm is not None and not fused:
             self._clip_before_step(optimizer, max_norm, args, kwargs)

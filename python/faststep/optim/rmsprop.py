@@ -28,4 +28,4 @@ class RMSprop(CountedOptimizer, torch.optim.RMSprop):
     }
 
     def _formula_of(self, group: dict[str, Any]) -> Formula:
-        return self._formulas[group["momentum"] > 0, bool(group["centered"])]
+        return self._formulas[bool(group["momentum"] > 0), bool(group["centered"])]

@@ -7,27 +7,18 @@ own: as a key of a parameter group, as an attribute, or as an argument that must
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch
 
 from .. import optim
+from ..optim.by_torch import LeftToTorchError
+from .shown import hidden, reduced
 
 NAMES = (
     *("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
     *("RMSprop", "Rprop", "Adafactor"),
 )
-
-
-class _Free:
-    """Stands for a name that faststep's class has and torch's has not; a script may set it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: object, kind: type) -> Any:
-        raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
 
 
 def _made(torchs: type, ours: type) -> Any:
@@ -40,17 +31,25 @@ def _made(torchs: type, ours: type) -> Any:
     def getstate(self: Any) -> Any:
         return torch.optim.Optimizer.__getstate__(self)
 
-    def reduced(self: Any, protocol: Any) -> Any:
-        """As an object of torch's class. `run` makes it one of ours again."""
+    def reduce(self: Any, protocol: Any) -> Any:
         if type(self) is not made:  # a wrapper of Lightning, say
             return super(made, self).__reduce_ex__(protocol)
-        return operator.methodcaller("__new__", torchs), (torchs,), getstate(self)
+        return reduced(torchs, getstate(self))
 
-    bases = (base for base in ours.__mro__ if not issubclass(torchs, base))
-    own = {name for base in bases for name in vars(base) if not name.startswith("_")}
-    names: dict[str, Any] = {name: _Free() for name in own if not hasattr(torchs, name)}
-    names |= {"__init__": init, "__getstate__": getstate, "__reduce_ex__": reduced}
+    def rules(self: Any, *args: Any) -> Any:
+        try:
+            return ours._rules(self, *args)  # type: ignore[attr-defined]
+        except LeftToTorchError:
+            raise
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # of a number that only torch can use, or refuses in its words
+            raise LeftToTorchError(f"{type(error).__name__}: {error}") from None
+
+    names = hidden(torchs, ours)
+    names |= {"__init__": init, "__getstate__": getstate, "__reduce_ex__": reduce}
     names |= {"__module__": __name__, "__doc__": torchs.__doc__, "_made_from": ours}
+    if hasattr(ours, "_rules"):
+        names["_rules"] = rules
     made: Any = type(torchs.__name__, (ours,), names)
     return made
 

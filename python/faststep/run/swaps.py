@@ -17,40 +17,25 @@ import torch
 import torch.nn.utils
 import torch.utils.data
 from torch.autograd import graph
-from torch.cpu.amp import grad_scaler as of_cpu
-from torch.cuda.amp import grad_scaler as of_cuda
 from torch.optim import Optimizer
 
-from .. import amp, clip, data, nn, optim
+from .. import clip, nn, optim
 from .._devices import has_kernels_for
 from ..data.stats import Metered
 from ..memory import save_on_cpu
 from ..optim.base import FusedOptimizer
 from ..optim.hooked import HookedOptimizer
 from .kernels import NO_KERNELS, cuda_is_used, listed, why_none
+from .loaders import CudaGradScaler, DataLoader, GradScaler, HostGradScaler
 from .optimizers import CLASSES
 from .timing import CallTimes
 
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 
 
-class CudaGradScaler(amp.GradScaler, of_cuda.GradScaler):
-    """faststep's scaler with the arguments and the warning of the class that torch deprecates."""
-
-    __init__ = of_cuda.GradScaler.__init__
-
-
-class HostGradScaler(amp.GradScaler, of_cpu.GradScaler):
-    """As :class:`CudaGradScaler`, for the CPU."""
-
-    __init__ = of_cpu.GradScaler.__init__
-
-
-LOADERS: dict[type, type] = {torch.utils.data.DataLoader: data.DataLoader}
+LOADERS: dict[type, type] = {torch.utils.data.DataLoader: DataLoader}
 SCALERS: dict[type, type] = {
-    torch.amp.GradScaler: amp.GradScaler,
-    of_cuda.GradScaler: CudaGradScaler,
-    of_cpu.GradScaler: HostGradScaler,
+    kind._torchs: kind for kind in (GradScaler, CudaGradScaler, HostGradScaler)
 }
 CLIPPING = {getattr(torch.nn.utils, name): getattr(clip, name) for name in FUNCTIONS}
 LOSS = {torch.nn.functional.cross_entropy: nn.functional.cross_entropy}
@@ -91,8 +76,8 @@ class Swaps:
         for torchs, ours in SCALERS.items():
             self._swap_class(torchs, ours)
         for name in ("scale", "unscale_", "step", "update"):
-            method = self._meter.timed("GradScaler", getattr(amp.GradScaler, name))
-            setattr(amp.GradScaler, name, method)
+            method = self._meter.timed("GradScaler", getattr(GradScaler, name))
+            setattr(GradScaler, name, method)
         self.done.append("torch.amp.GradScaler -> faststep.amp.GradScaler")
 
     def swap_clip(self) -> None:
@@ -102,7 +87,7 @@ class Swaps:
 
     def swap_data(self) -> None:
         for torchs, ours in LOADERS.items():
-            self._swap_class(torchs, ours, but_restored=True)
+            self._swap_class(torchs, ours)
         setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
         self.done.append("torch.utils.data.DataLoader -> faststep.data.DataLoader")
 
@@ -168,22 +153,16 @@ class Swaps:
 
         setattr(kind, "_step_by_torch", noted)  # noqa: B010
 
-    def _swap_class(self, torchs: type, ours: type, but_restored: bool = False) -> None:
-        """Let calls of a class of torch make objects of ours.
-
-        With `but_restored` not those of pickle and copy, which give no argument and set attributes.
-        """
+    def _swap_class(self, torchs: type, ours: type) -> None:
+        """Let calls of a class of torch make objects of ours."""
         self._ours[torchs] = ours
         name = f"{torchs.__module__.split('.')[1]}.{torchs.__name__}"
 
         def new(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             kind = cls
             if cls is torchs:
-                if but_restored and not (args or kwargs):
-                    self.left[name, "restored from a pickle or copied"] += 1
-                else:
-                    kind = ours
-                    self.made[name] += 1
+                kind = ours
+                self.made[name] += 1
             elif self._nearest(cls) is torchs:
                 self.left[name, f"{cls.__module__}.{cls.__qualname__} is a subclass"] += 1
             following: Any = super(torchs, kind).__new__  # type: ignore[arg-type]
@@ -192,7 +171,7 @@ class Swaps:
             return following(kind, *args, **kwargs)
 
         _, *parameters = inspect.signature(torchs.__init__).parameters.values()  # type: ignore[misc]
-        first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         setattr(new, "__signature__", inspect.Signature([first, *parameters]))  # noqa: B010
         new.__name__, new.__qualname__ = "__new__", f"{torchs.__qualname__}.__new__"
         setattr(torchs, "__new__", new)  # noqa: B010

@@ -328,6 +328,10 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self.progress.finished = True
         self._stop()
 
+    def _shutdown_workers(self) -> None:
+        """Ends the threads, in a script that so ends torch's workers."""
+        self.close()
+
     def close(self) -> None:
         """Ends the threads. An iterator that is dropped does so by itself."""
         if self._process == _process and self._lock.acquire(blocking=False):
