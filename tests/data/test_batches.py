@@ -271,9 +271,17 @@ def test_arguments_and_attributes_are_torchs() -> None:
         loader.batch_size = 3
     with pytest.raises(ValueError, match="mutually exclusive"):
         DataLoader(table(), sampler=[1], shuffle=True)
-    with pytest.raises(AssertionError, match="timeout"):
-        iter(DataLoader(table(), timeout=1))
     assert len(iter(loader)) == 13
+
+
+@pytest.mark.parametrize("options", [{"timeout": 1}, {"num_workers": 1, "prefetch_factor": 0}])
+def test_arguments_that_torch_refuses_with_the_first_batch(options: dict[str, Any]) -> None:
+    words = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        with pytest.raises(AssertionError) as raised:
+            iter(kind(table(), **options))
+        words.append(str(raised.value))
+    assert words[0] == words[1]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from faststep.data.formats import mapped
 
 from .shapes import Mapped, Streamed
 from .torch_and_ours import plain
-from .written import FIELDS, WRITERS, rows
+from .written import FIELDS, WRITERS, rows, times_open
 
 results: Any = sys.modules["faststep.data.formats.results"]
 
@@ -520,3 +520,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "'../notes' is not the name of a file" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "other")]) == 1
     assert "none" in capsys.readouterr().err
+
+
+def test_no_descriptor_is_kept_of_types_that_numpy_has_not(tmp_path: Path) -> None:
+    """Mapped files keep none: a process has a thousand."""
+    data = torch.arange(12).reshape(6, 2).to(torch.bfloat16)
+    convert(ArrayDataset({"x": data}), tmp_path / "x")
+    dataset: Any = faststep.data.open(tmp_path / "x")
+    assert dataset[5]["x"].equal(data[5])
+    assert times_open(tmp_path / "x" / "x.npy") == 0

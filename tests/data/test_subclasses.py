@@ -165,3 +165,25 @@ def test_loaders_that_repeat_themselves(dataset: Any) -> None:
         loader = repeating(library)(dataset, 4, shuffle=True)
         epochs.append([plain(list(loader)) for _ in range(3)])
     assert epochs[0] == epochs[1]
+
+
+@pytest.mark.parametrize("part", ["_index_sampler", "_auto_collation"])
+def test_a_subclass_that_asks_in_another_way(part: str) -> None:
+    """As torch's own loader it follows these properties, which a script may have replaced."""
+    results = []
+    for library in (torch.utils.data, faststep.data):
+
+        class Asking(library.DataLoader):  # type: ignore[misc, name-defined]
+            pass
+
+        setattr(Asking, part, [[3, 1], [2]] if part == "_index_sampler" else False)
+        results.append(plain([*Asking(table(9), 4)]))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_a_dataset_whose_object_has_a_method_for_batches(subset: bool) -> None:
+    """torch asks the object, not its class."""
+    dataset: Any = torch.utils.data.Subset(table(9), range(5)) if subset else table(9)
+    dataset.__getitems__ = lambda indices: [torch.tensor(-index) for index in indices]
+    assert plain([*DataLoader(dataset, 4)]) == plain([*torch.utils.data.DataLoader(dataset, 4)])

@@ -261,6 +261,8 @@ def _plan_of(loader: DataLoader[Any]) -> Plan | str:
         return "the dataset is iterable"
     if loader.batch_sampler is None:
         return "batch_size is None"
+    if loader._index_sampler is not loader.batch_sampler:
+        return "a subclass asks for other indices than batch_sampler's"
     if loader.num_workers and loader.worker_init_fn is not None:
         return "worker_init_fn has to run in worker processes"
     try:

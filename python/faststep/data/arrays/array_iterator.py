@@ -92,7 +92,11 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         stand_in = LoaderStandIn(loader, state, ahead=1)
         super().__init__(stand_in)  # type: ignore[arg-type]
         if self._timeout != 0 and self._num_workers == 0:
-            raise AssertionError("a DataLoader without workers requires timeout == 0")
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if self._num_workers and loader.prefetch_factor == 0:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
         self._plan = plan
         self._is_current = False  # the plan is started, and no tensor is known to have moved
         self._bytes = 0  # of the newest batch, if it was gathered
@@ -102,7 +106,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
         self._known = NO_RUN
         if self._num_workers:
-            self._prefetch = max(1, asked_ahead(loader))
+            self._prefetch = asked_ahead(loader)
             self._asked_ahead += self._prefetch
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
         device = loader._faststep.device

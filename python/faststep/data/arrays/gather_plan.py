@@ -21,15 +21,20 @@ from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
 
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
-READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
 NO_INDICES = torch.empty(0, dtype=torch.int64, device="cpu")
 MOST_THREADS = 4  # without num_workers: more do not help memory that two or three saturate
 
 
 def _is(dataset: object, base: type) -> bool:
     """True if the dataset reads its samples as `base` does: a subclass may do it differently."""
-    return isinstance(dataset, base) and all(
-        getattr(type(dataset), name, None) is getattr(base, name, None) for name in READS_A_SAMPLE
+    many = getattr(dataset, "__getitems__", None)  # torch asks the object
+    return (
+        isinstance(dataset, base)
+        and all(
+            getattr(type(dataset), name) is getattr(base, name)
+            for name in ("__getitem__", "__len__")
+        )
+        and getattr(many, "__func__", many) is getattr(base, "__getitems__", None)
     )
 
 

@@ -37,17 +37,20 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+MAP_NORESERVE = 0x4000  # Linux's: a file may be larger than the memory
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """The first bytes of a file, mapped for reading; Python's own mappings keep a descriptor."""
+    """The first bytes of a file, mapped; Python's own mappings keep a descriptor."""
 
-    def __init__(self, path: str, size: int) -> None:
+    def __init__(self, path: str, size: int, private: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE if private else mmap.MAP_SHARED
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size < size:
                 raise ValueError(f"the file has fewer than {size} bytes: it was cut off")
-            address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+            address = _libc.mmap(None, size, access, flags, file.fileno(), 0)
         if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), path)
@@ -56,7 +59,7 @@ class _Mapping:
             "version": 3,
             "shape": (size,),
             "typestr": "|u1",
-            "data": (address, True),
+            "data": (address, not private),
         }
 
     def __del__(self) -> None:
@@ -65,9 +68,16 @@ class _Mapping:
 
 
 def map_array(
-    path: str, dtype: Any, shape: tuple[int, ...], offset: int = 0, order: Any = "C"
+    path: str,
+    dtype: Any,
+    shape: tuple[int, ...],
+    offset: int = 0,
+    order: Any = "C",
+    private: bool = False,
 ) -> Array:
     """An array that lies in a file, from byte `offset` on, as a numpy.memmap for reading.
+
+    A `private` one may be written, which the file does not notice.
 
     Raises:
         ValueError: the file ends before the array does.
@@ -77,7 +87,7 @@ def map_array(
     size = math.prod(shape) * numpy.dtype(dtype).itemsize
     if not size:
         return numpy.empty(shape, dtype, order)
-    whole = numpy.asarray(_Mapping(path, offset + size))
+    whole = numpy.asarray(_Mapping(path, offset + size, private))
     rows = numpy.ndarray(shape, dtype, whole[offset:], order=order).view(numpy.memmap)
     rows.filename, rows.offset, rows.mode = path, offset, "r"
     return rows
@@ -213,11 +223,8 @@ def open_safetensors(path: PathLike, *, columns: Sequence[str] | None = None) ->
 
 def viewed_as(array: Array, dtype: torch.dtype) -> Array:
     """A mapped numpy array of integers, seen as a type that numpy does not have."""
-    import numpy
-
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)
-    private = numpy.memmap(  # torch warns of memory that must not be written
-        array.filename, array.dtype, "c", array.offset, array.shape
-    )
-    return torch.from_numpy(private).view(dtype)
+    where = array.filename, array.dtype, array.shape, array.offset
+    # torch warns of memory that must not be written
+    return torch.from_numpy(map_array(*where, private=True)).view(dtype)
