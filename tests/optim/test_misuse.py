@@ -216,6 +216,20 @@ def test_unusable_tensor(declaration: Declaration, make: Any, named: bool) -> No
     assert not torch.equal(good, starts[0]), "the optimizer goes on without the bad gradient"
 
 
+@pytest.mark.parametrize("name", ["\u0416" * 150, "A" + "\u0416" * 150])
+def test_a_name_that_is_too_long_for_the_error(name: str) -> None:
+    """It is cut, also within a character of several bytes."""
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = SGD.ours([param], lr=0.1, momentum=0.9)
+    optimizer.step()
+    dispatch = classmethod(lambda *_: NotImplemented)
+    kind = type(name, (Tensor,), {"__torch_dispatch__": dispatch})
+    optimizer.state[param]["momentum_buffer"] = torch.ones(3).as_subclass(kind)
+    with pytest.raises(TypeError, match=f"momentum_buffer.* is a {name[:90]}"):
+        optimizer.step()
+
+
 @over_all
 def test_plain_subclass_of_parameter(declaration: Declaration) -> None:
     tagged = [Tagged(p.detach().clone()) for p in parameters((5,), (2, 3))]

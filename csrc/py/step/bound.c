@@ -53,7 +53,9 @@ int fst_bind_written(fst_step_plan *self, PyObject *object)
 int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail)
 {
-    PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
+    const Py_ssize_t length = (Py_ssize_t)strlen(detail); /* it may end within a character */
+    PyObject *args = Py_BuildValue("nnssN", group, index, role, kind,
+                                   PyUnicode_DecodeUTF8(detail, length, "replace"));
     if (args)
         PyErr_SetObject(module->tensor_error, args);
     Py_XDECREF(args);

@@ -74,7 +74,7 @@ PyObject *fst_raise(const fst_status *status)
     if (type && status->code == FST_DEVICE_LOST)
         raise_lost(type, status);
     else if (type)
-        PyErr_SetString(type, status->message);
+        PyErr_Format(type, "%s", status->message); /* which may not be UTF-8 */
     return NULL;
 }
 
