@@ -55,10 +55,10 @@ MAY_IMPORT = {
     "clip": {*TORCH, "_devices", "grads"},
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
     "accumulation": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
-    "zero": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
-    "memory": {*TORCH, "zero"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
-    "offloading": {*TORCH, "_devices", "amp", "grads", "optim", "release", "zero"},
+    "offloading": {*TORCH, "_devices", "amp", "grads", "optim", "release"},
+    "zero": {*TORCH, "_devices", "amp", "clip", "grads", "offloading", "optim"},
+    "memory": {*TORCH, "zero"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}
         for room, below in LOADER.items()

@@ -13,6 +13,7 @@ typedef struct {
     double factor;
     uint32_t first_tile;
     fst_operand operands[FST_OP_COUNT]; /* of the step that runs, as all below */
+    int64_t begin;                      /* the first element, of a whole parameter */
     fst_update_args args;
     double inv_scale;
     int write_grad;
@@ -103,7 +104,8 @@ static int work(void *context, unsigned engine, uint32_t tile)
         return copy_in(offload, e, begin, end);
     if (engine == FST_ENGINE_OUT)
         return copy_out(offload, e, begin, end);
-    fst_update_span(e->operands, begin, end, &e->args, e->inv_scale, e->write_grad);
+    fst_update_span(e->operands, e->begin + begin, e->begin + end, &e->args, e->inv_scale,
+                    e->write_grad);
     return 0;
 }
 
@@ -221,9 +223,15 @@ int fst_offload_arrive(fst_offload *offload, size_t param, void *source, double 
     return fst_engines_arrive(offload->engines, first, last);
 }
 
-static entry *find(const fst_offload *offload, const fst_operand *operands)
+/* Where the elements of a span lie: an operand's address is that of a whole parameter. */
+static void *first_of(const fst_operand *op, int64_t begin)
 {
-    const entry key = {.at.host = operands[FST_OP_PARAM].data};
+    return (void *)((uintptr_t)op->data + (uintptr_t)begin * fst_dtype_size(op->dtype));
+}
+
+static entry *find(const fst_offload *offload, const fst_operand *operands, int64_t begin)
+{
+    const entry key = {.at.host = first_of(&operands[FST_OP_PARAM], begin)};
     return offload->count ? bsearch(&key, offload->entries, offload->count, sizeof key, by_address)
                           : NULL;
 }
@@ -232,11 +240,12 @@ fst_code fst_offload_check(const fst_offload *offload, const fst_plan *plan, fst
 {
     for (size_t i = 0; i < plan->span_count; i++) {
         const fst_operand *ops = &plan->operands[i * plan->width];
-        const entry *e = find(offload, ops);
+        const fst_span *span = &plan->spans[i];
+        const entry *e = find(offload, ops, span->begin);
         if (!e)
             continue;
-        int same = e->at.count == plan->spans[i].count && ops[FST_OP_PARAM].dtype == e->at.dtype &&
-                   ops[FST_OP_GRAD].data == e->at.host_grad &&
+        int same = e->at.count == span->count && ops[FST_OP_PARAM].dtype == e->at.dtype &&
+                   first_of(&ops[FST_OP_GRAD], span->begin) == e->at.host_grad &&
                    ops[FST_OP_GRAD].dtype == e->at.grad_dtype;
         for (unsigned k = 0; k < FST_OP_COUNT; k++)
             same = same && !ops[k].layout;
@@ -256,13 +265,16 @@ void fst_offload_allow(fst_offload *offload, const fst_plan *plan, const fst_upd
 {
     for (size_t i = 0; i < plan->span_count; i++) {
         const fst_operand *ops = &plan->operands[i * plan->width];
-        const fst_update_args *own = &args[plan->spans[i].args];
-        entry *e = find(offload, ops);
+        const fst_span *span = &plan->spans[i];
+        const fst_update_args *own = &args[span->args];
+        entry *e = find(offload, ops, span->begin);
         if (!e) {
-            fst_update_span(ops, 0, plan->spans[i].count, own, inv_scale, write_grad);
+            const int64_t end = span->begin + span->count;
+            fst_update_span(ops, span->begin, end, own, inv_scale, write_grad);
             continue;
         }
         memcpy(e->operands, ops, sizeof e->operands);
+        e->begin = span->begin;
         e->args = *own;
         e->inv_scale = inv_scale;
         e->write_grad = write_grad;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from .._torch.dtensor import is_dtensor
 from .._torch.fsdp import is_fsdp_shard
 from ..grads.hooks import Hooked
 from ..grads.params import params_of
+from ..grads.waits import ForwardWaits
 from ..optim.base import FusedOptimizer
 from ..optim.param_shards import CHUNK
 from ..optim.request import Rule
-from ..zero.step.waits import ForwardWaits
 from .link import Link
 from .places import Place, grad_dtype, held, is_able, is_alike, like_of, mark, states_like
 from .slab import Slab, bytes_of
@@ -33,19 +33,23 @@ class Copies:
 
     Args:
         fraction: the share of elements that it takes, from the first parameter on.
-        arrived: the hook of parameters.
+        arrived: the hook of parameters; None: they have none, and frozen ones are taken too.
         threads: how many update; None: one for each core but the first.
+        cores: those of the threads; none: all of the process.
 
     Attributes:
         link: to the CUDA device of the parameters; None: they are in host memory.
     """
 
     def __init__(
-        self, fraction: float, arrived: Callable[[Tensor], None], threads: int | None
+        self,
+        fraction: float,
+        arrived: Callable[[Tensor], None] | None,
+        threads: int | None,
+        cores: Collection[int],
     ) -> None:
         self.places: Hooked[Place] = Hooked()
-        threads = threads or len(os.sched_getaffinity(0)) - 1
-        self.pipe = _C.Offload(min(max(1, threads), MOST_THREADS), _TILE)
+        self.pipe = _new_pipe(threads, cores)
         self.link: Link | None = None
         self._fraction = fraction
         self._arrived = arrived
@@ -58,7 +62,7 @@ class Copies:
     def attach(self, optimizer: FusedOptimizer) -> None:
         """Take in parameters that are new or were unfrozen, and drop those that left."""
         params = params_of(optimizer)
-        ids = [id(param) for param in params if param.requires_grad]
+        ids = [id(param) for param in params if self._takes(param)]
         if ids == self._ids:
             return
         self._find_link(params)
@@ -67,7 +71,7 @@ class Copies:
         new: dict[Tensor, tuple[dict[str, Any], Rule]] = {}
         for group, rule in zip(optimizer.param_groups, optimizer._rules(), strict=True):
             for param in group["params"]:
-                if param.requires_grad and param not in self.places and param not in self._kept:
+                if self._takes(param) and param not in self.places and param not in self._kept:
                     self._refuse(param)
                     new[param] = group, rule
         able = [param for param in new if is_able(param)]
@@ -79,6 +83,9 @@ class Copies:
         if taken:
             self._take_in(optimizer, {param: new[param] for param in taken})
         self._ids = ids
+
+    def _takes(self, param: Tensor) -> bool:
+        return param.requires_grad or self._arrived is None
 
     def _take_in(
         self, optimizer: FusedOptimizer, taken: dict[Tensor, tuple[dict[str, Any], Rule]]
@@ -119,7 +126,7 @@ class Copies:
 
     def _find_link(self, params: list[Tensor]) -> None:
         """Make the link if there is none yet, and raise for parameters of several devices."""
-        devices = {param.device for param in params if param.requires_grad}
+        devices = {param.device for param in params if self._takes(param)}
         devices |= set() if self.link is None else {self.link.device}
         if not any(device.type == "cuda" for device in devices):
             return
@@ -219,6 +226,18 @@ class Copies:
         self.places.remove()
         if self.waits is not None:
             self.waits.remove()
+
+
+def _new_pipe(threads: int | None, cores: Collection[int]) -> _C.Offload:
+    every = os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)  # of this thread, by which new ones are bound
+    try:
+        threads = threads or len(cores or every) - 1
+        return _C.Offload(min(max(1, threads), MOST_THREADS), _TILE)
+    finally:
+        if cores:
+            os.sched_setaffinity(0, every)
 
 
 def _check(state: int) -> None:

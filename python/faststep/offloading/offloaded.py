@@ -11,7 +11,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import HOST, devices_of
-from .._torch.optim import dtypes_of, increment_version, is_capturing
+from .._torch.optim import dtypes_of, increment_version
 from .._torch.ranks import world_size
 from ..grads.buckets import reducing_model
 from ..grads.hooks import weakly
@@ -33,6 +33,7 @@ from .early import EarlyUpdates
 from .memory import Copies
 from .places import Place, begins, exchange, fits, inverse_of, is_dense, mark, new_sums, strides_of
 from .scaled import Scaled, unscale
+from .unfit import refuse_capture, unfit
 
 
 class HostStepper(Stepper):
@@ -64,11 +65,19 @@ class HostStepper(Stepper):
 class Offload:
     """An optimizer's states in host memory; `remove()` gives them memory of their own again."""
 
+    _has_hooks = True  # which bring the gradients of parameters, and under a scaler
+
     def __init__(
-        self, optimizer: FusedOptimizer, fraction: float, in_backward: bool, threads: int | None
+        self,
+        optimizer: FusedOptimizer,
+        fraction: float = 1.0,
+        in_backward: bool = False,
+        threads: int | None = None,
+        cores: Collection[int] = (),
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._copies = Copies(fraction, weakly(self._arrived), threads)
+        arrived = weakly(self._arrived) if self._has_hooks else None
+        self._copies = Copies(fraction, arrived, threads, cores)
         self._copies.attach(optimizer)
         self._inner: Any = object.__new__(type(optimizer))  # the same with the host's parameters
         self._inner.state = defaultdict(dict)
@@ -78,7 +87,7 @@ class Offload:
         self._by_script: bool | None = None  # ranks meet in its own code; None: not known
         self._has_begun = False  # a gradient was copied since the step
         self._early = EarlyUpdates() if in_backward else None
-        self._scaled = Scaled(optimizer)
+        self._scaled = Scaled(optimizer) if self._has_hooks else None
         if in_backward:
             releasing.set(optimizer, self)
         optimizer._stepper = HostStepper(self, params_of(optimizer))
@@ -126,7 +135,7 @@ class Offload:
                 continue
             if place is None:
                 if self._copies.link is not None:
-                    raise _unfit(param, grad)
+                    raise unfit(param, grad)
                 if measures and not is_dense(grad, strides_of(param)):
                     return False
                 continue
@@ -136,7 +145,7 @@ class Offload:
                 self._copies.tell_threads()
             if not fits(place, param, grad):
                 if self._copies.link is not None:
-                    raise _unfit(param, grad)
+                    raise unfit(param, grad)
                 return False
         self._copies.follow()
         for param, place in pairs:
@@ -172,36 +181,46 @@ class Offload:
 
     def _step(self, optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer | None:
         self._copies.attach(optimizer)
-        found, norm = request.found_inf, None
-        flag = on_device(found, HOST)
-        request = request._replace(grad_scale=on_device(request.grad_scale, HOST), found_inf=flag)
+        found, norm, known = request.found_inf, None, on_device(request.norm, HOST)
+        flag, scale = on_device(found, HOST), on_device(request.grad_scale, HOST)
+        request = request._replace(grad_scale=scale, found_inf=flag, norm=known)
+        scaled = self._scaled
         params = [param for param in params_of(optimizer) if param.grad is not None]
         if found is not None and not request.looks_for_inf:
             if bool(flag != 0.0):
-                self._scaled.unscale_skipped(params, request)
-                return StepAnswer(True, None)
-            if request.grad_scale is None:  # the scaler has unscaled them
+                return self._skipped(params, request, None)
+            if scaled is not None and scale is None:  # the scaler has unscaled them
                 for one in self._copies.places.entries():
                     one.seen = None
         if request.refuses_fp16 and torch.float16 in dtypes_of(grads_of(optimizer)):
             raise ValueError("Attempting to unscale FP16 gradients.")  # torch's
-        if self._scaled.rounds(optimizer, request):
+        if scaled is not None and scaled.rounds(optimizer, request):
             unscale(params, request)
             request = request._replace(grad_scale=None, write_grads=False)
         if not self._bring_rest(optimizer, request.measures):
             return None
-        if request.measures:
+        if request.measures and known is None:
             norm, is_finite = self._measure(params, request)
             if request.looks_for_inf and found is not None and not is_finite:
                 found.fill_(1.0)
-                self._scaled.unscale_skipped(params, request)
-                return StepAnswer(True, norm)
+                return self._skipped(params, request, norm)
+            request = request._replace(norm=torch.tensor(norm, dtype=torch.float64, device="cpu"))
         else:
             self._factor = math.nan
-        wanted = None if norm is None else torch.tensor(norm, dtype=torch.float64, device="cpu")
         if params:
-            only = dict.fromkeys(params)
-            self.update(optimizer, optimizer._rules(), request._replace(norm=wanted), only)
+            self.update(optimizer, optimizer._rules(), request, dict.fromkeys(params))
+        self._end(params, request)
+        return StepAnswer(False, norm)
+
+    def _skipped(
+        self, params: list[Tensor], request: StepRequest, norm: float | None
+    ) -> StepAnswer:
+        if self._scaled is not None:
+            self._scaled.unscale_skipped(params, request)
+        return StepAnswer(True, norm)
+
+    def _end(self, params: list[Tensor], request: StepRequest) -> None:
+        """After all updates were allowed: wait for them, if nobody else does."""
         link = self._copies.link
         if request.write_grads:
             self.wait()
@@ -215,7 +234,6 @@ class Offload:
         if self._copies.waits is None:
             self.wait()
         self._copies.spare_grads()
-        return StepAnswer(False, norm)
 
     def _measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
         """The norm of all gradients, and whether they are finite."""
@@ -377,24 +395,5 @@ class Offload:
                     if state.get(key) is room:
                         state[key] = room.to(param.device, copy=True)
         self._copies.remove()
-        self._scaled.remove()
-
-
-def refuse_capture() -> None:
-    """Raise while a CUDA graph is captured, which would not wait for the host."""
-    if is_capturing():
-        raise RuntimeError(
-            "an optimizer that is offloaded cannot be captured into a CUDA graph: the host updates "
-            "its parameters. Capture the model's forward and backward of other parameters only"
-        )
-
-
-def _unfit(param: Tensor, grad: Tensor) -> NotImplementedError:
-    """The error of a gradient that cannot be copied."""
-    return NotImplementedError(
-        f"offload() cannot copy a gradient of {grad.dtype}, {grad.layout} and shape "
-        f"{tuple(grad.shape)} on {grad.device}, of a parameter of {param.dtype}, shape "
-        f"{tuple(param.shape)} and strides {param.stride()}: it takes dense gradients of the "
-        "parameter's type or float32, and parameters that require one when they are offloaded or "
-        "at a step; nothing was updated"
-    )
+        if self._scaled is not None:
+            self._scaled.remove()

@@ -184,16 +184,19 @@ def begins(
     is_first = is_first and bool(keys_for(rule, param))
     if is_first:
         where = param if place is None else place.values
-        optimizer.state[param] = state = _new_states(optimizer, group, rule, where)
+        optimizer.state[param] = state = _new_states(optimizer, group, rule, where, param)
     if state is not None and place is not None:
         place.adopt(state)
     return is_first
 
 
 def _new_states(
-    optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, where: Tensor
+    optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, where: Tensor, param: Tensor
 ) -> dict[str, Any]:
-    """States of a tensor."""
+    """States of a tensor that stands for a parameter."""
+    shard = (rule.shards or {}).get(id(param))
+    if shard is not None:
+        rule = rule._replace(shards={id(where): shard})
     inner: Any = object.__new__(type(optimizer))
     vars(inner).update(vars(optimizer))
     inner.state = defaultdict(dict)
@@ -207,7 +210,7 @@ def states_like(
 ) -> dict[str, Tensor]:
     """States of a parameter without memory, but for its counters."""
     numbers = ("step", *optimizer._numbers)
-    made = _new_states(optimizer, group, rule, like_of(param, param.dtype))
+    made = _new_states(optimizer, group, rule, like_of(param, param.dtype), param)
     states = {key: one for key, one in made.items() if key not in numbers}
     for key, one in optimizer.state.get(param, {}).items():
         if key in states and isinstance(one, Tensor) and one.shape == states[key].shape:

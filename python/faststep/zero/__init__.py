@@ -40,6 +40,7 @@ def shard(
     master_weights: bool | Literal["fp32", "remainder16"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
+    offload: Literal["optimizer"] | None = None,
     timeout: float = 60,
 ) -> ShardedOptimizer:
     """Spread optimizer states, updates, gradients (stage 2) and parameters (stage 3) over ranks.
@@ -92,6 +93,9 @@ def shard(
             the outermost modules of classes of which there are several, in whatever container.
             Those that hold over a third of the model, as stages or stacks do, are taken apart. The
             result has their names as `blocks`.
+        offload: "optimizer" keeps states and masters in host memory, and updates the parameters
+            there: each rank those that it owns. See :func:`faststep.offload` and docs/offload.md.
+            Default: None.
         timeout: seconds within which all ranks must come to `shard`, `state_dict` and
             `load_state_dict`. After it those that have come raise an error that names the others,
             before anything is sent, and can go on. Messages of backward and `step` have the timeout
@@ -129,6 +133,8 @@ def shard(
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
+    if offload not in (None, "optimizer"):
+        raise ValueError(f'offload must be None or "optimizer", not {offload!r}')
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, not {timeout}")
     check_limit("max_grad_norm", max_grad_norm)
@@ -140,5 +146,5 @@ def shard(
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
     kept = Kept.of(optimizer, master_weights)
-    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, kept)
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, kept, offload)
     return build(model, optimizer, asked, process_group, replicate_group, blocks, timeout)

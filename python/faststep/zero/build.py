@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
+from ..offloading import offload
 from ..optim.base import FusedOptimizer
 from ..optim.masters import StateFormats, has_master
 from ..optim.state_kinds import options_in
@@ -34,6 +35,11 @@ from .stage3.blocks import announce, blocks_of
 from .stage3.fully_sharded import Watch, check_fully, follow_successors, shard_fully
 from .step.slice_optimizer import Kind, options_of
 from .transport.group import Group, group_of
+
+_NO_OFFLOAD = (
+    "shard(stage=3) has no offload so far: call fully_shard(offload_policy=CPUOffloadPolicy()) "
+    "and faststep.release_gradients() of the optimizer; or take stage 2; nothing was changed"
+)
 
 
 def build(
@@ -66,14 +72,15 @@ def build(
     refuse_fp16(named, asked.kept)
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
-        fused = _fused(kind, optimizer, asked)
-        return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
+        return _alone(model, optimizer, _fused(kind, optimizer, asked), asked)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     taken = taken_of(params_of(optimizer))
     group.meet("shard()")
     group.check_alike([str(asked) + wrapped, *_described(model, optimizer, taken)])
     refuse_taken(model.named_parameters(), taken)
     if stage == 3:
+        if asked.offload:
+            raise NotImplementedError(_NO_OFFLOAD)
         fused = _fused(kind, optimizer, asked)
         return _fully(model, optimizer, fused, max_grad_norm, group, blocks)
     admit(named, ())
@@ -90,7 +97,20 @@ def build(
     engine.group.broadcast([*(bucket.params.flat for bucket in engine.buckets), *others])
     cut_states(engine, _begun_states(optimizer, asked.kept.masters))
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, engine.slices.fused, engine, max_grad_norm, group)
+    made = ShardedOptimizer(optimizer, engine.slices.fused, engine, max_grad_norm, group)
+    if asked.offload:
+        engine.offload()
+    return made
+
+
+def _alone(
+    model: nn.Module, optimizer: Optimizer, fused: FusedOptimizer, asked: Options
+) -> ShardedOptimizer:
+    """In a single process."""
+    if asked.offload:
+        fused._is_asked_to_unscale = True  # as a sharded optimizer is
+        offload(fused, model=model if asked.gather == "forward" else None)
+    return ShardedOptimizer(optimizer, fused, None, asked.max_grad_norm)
 
 
 def _fully(

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.optim import increment_version
 from ..grads.hooks import weakly
+from ..grads.waits import ForwardWaits
 from ..optim.masters import StateFormats, has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import Kept, admit, device_of, line_of, named_in, refuse_taken, taken_of
@@ -26,8 +27,8 @@ from .layout.pages import BufferPool
 from .layout.placeholder import Placeholder
 from .layout.slots import Slot
 from .saved.sliced import cut_state
+from .step.slice_offload import cores_of
 from .step.slice_optimizer import Kind, SliceOptimizer
-from .step.waits import ForwardWaits
 from .transport.group import Group, Pending
 
 LAST_BUCKET = 2**20  # bytes; with gather="forward", which needs it first
@@ -41,11 +42,12 @@ class Options(NamedTuple):
     max_grad_norm: float | None
     gather: str
     kept: Kept
+    offload: str | None
 
     def __str__(self) -> str:
         return (
             f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
-            f"{self.max_grad_norm}, gather {self.gather!r}, {self.kept}"
+            f"{self.max_grad_norm}, gather {self.gather!r}, {self.kept}, offload {self.offload!r}"
         )
 
 
@@ -78,8 +80,8 @@ class Engine:
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.slices = SliceOptimizer(kind, group)
-        reducer = Reducer(self.slots, self.buckets, group, self._pool)
-        self.gradients = Gradients(self.slots, reducer, group)
+        self._reducer = Reducer(self.slots, self.buckets, group, self._pool)
+        self.gradients = Gradients(self.slots, self._reducer, group)
         self.values = GradientValues(self.slots, self.gradients, group, weakly(self._unscale))
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
@@ -202,12 +204,14 @@ class Engine:
         """
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if any(slot.held for slot in bucket.slots):
+                self.slices.return_all(bucket.slots)
                 self._under_way[number] = bucket.gather(number)
                 if self.waits is not None:
                     self.waits.cover(number)
         if self.waits is None:
             self.wait(None)
         increment_version([slot.param for slot in self.slices.slots if slot.held])
+        self.slices.finish()
 
     def wait(self, buckets: Iterable[int] | None) -> None:
         """Return when these buckets of parameters are there; all of them for None."""
@@ -219,6 +223,12 @@ class Engine:
                 self.buckets[number].params.arrived()
         if self.waits is not None and not self._under_way:
             self.waits.uncover()
+
+    def offload(self) -> None:
+        """Keep the states of this rank in host memory; a collective."""
+        self.slices.offload(cores_of(self.group))
+        self._reducer.on_received = weakly(self.slices.bring)
+        self._regroup(self.script_groups() or [], self._ids)
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """Let modules wait for what they use, in place of the step."""

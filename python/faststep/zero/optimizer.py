@@ -24,7 +24,7 @@ from ..optim.base import FusedOptimizer
 from ..optim.checks import refuse_group_options
 from ..optim.request import ScalerRequest, StepAnswer, check_limit, request_of
 from ..optim.state_kinds import kinds_in
-from ..optim.step import loss_of
+from ..optim.step import loss_of, wait_for_states
 from ..optim.wrapped import PassesOn
 from .engine import Engine
 from .saved.state_dicts import StateDicts
@@ -256,6 +256,8 @@ class ShardedOptimizer(PassesOn, StateDicts, Joinable):
         """
         if self._engine is not None:
             self._engine.wait(None)
+        else:
+            wait_for_states(self._owned)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's; its parameters get buckets of their own.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._torch.optim import increment_version
 from ...grads.add import Addition, add_alike
 from ..layout.cuts import Bucket
 from ..layout.flat_params import FlatParams
@@ -60,7 +61,7 @@ class GradientBucket:
         for place, begin, count, at in layout.pieces_of(group.rank):
             grad = self.values[at - layout.part * group.rank :][:count]
             values = self.params.piece(at, count)
-            values.grad_dtype = None  # that of the slice
+            values.grad_dtype = sums
             slots[place].part = Part(values, grad, begin)
 
     def begin(self) -> None:
@@ -173,6 +174,7 @@ class GradientBucket:
         if self._sums is not None:
             self.values.add_(self._sums)
         self._replicating = self._sums = None
+        increment_version([self.values])  # collectives do not
 
     def gather(self, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Reducer:
         self._next = 0  # what is sent next: a bucket, the counts after the last, or nothing
         self._under_way: deque[GradientBucket] = deque()
         self._counted: UseCounts | None = None  # the last counts of a pass
+        # Called when the slice of a bucket has the gradients of all ranks.
+        self.on_received: Callable[[Sequence[Slot]], object] = lambda slots: None
 
     def begin(self) -> None:
         if self._counted is not None:
@@ -108,7 +110,9 @@ class Reducer:
         self._under_way.append(bucket)
 
     def _receive_next(self) -> None:
-        self._under_way.popleft().receive()
+        bucket = self._under_way.popleft()
+        bucket.receive()
+        self.on_received(bucket.slots)
 
 
 class UseCounts:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..._torch.optim import increment_version
 from ..._torch.tensors import foreach_norms
 from ..layout.placeholder import Placeholder
 from ..layout.slots import Slot
@@ -55,6 +56,7 @@ class GradientValues:
             update(own, lambda other: other)
         elif slot.part is not None:
             update(slot.part.grad, lambda other: _part_of(slot, other, held.dtype))
+            increment_version([slot.part.grad])  # operators do not, inside of another one
         self._gradients.changes += 1
 
     def whole(self, held: Placeholder) -> Tensor:
@@ -133,5 +135,5 @@ class GradientValues:
 def _part_of(slot: Slot, other: Tensor, dtype: torch.dtype) -> Tensor:
     """The part of another tensor beside a slice, in fp32 where the slice has that for `dtype`."""
     assert slot.part is not None
-    part = slot.cut(other)
+    part = slot.cut(other) if other.dim() else other  # operators may take nothing but a number
     return part.to(slot.part.grad.dtype) if part.dtype == dtype else part

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..._torch.optim import increment_version
 from ..._torch.tensors import uses_of
 from .cuts import Bucket
 from .pages import Pages
@@ -83,6 +84,7 @@ class FlatParams:
                 self._take_over(number, moves=not self.flat.is_cpu)
         for number in away:
             self._take_over(number)
+        increment_version([piece for piece, _ in self._pieces])
 
     def arrived(self) -> None:
         """When the flat tensor has the values of a step: copy them to parameters elsewhere."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._torch.optim import increment_version
 from .placeholder import Placeholder
 
 
@@ -104,14 +105,14 @@ class Slot:
         """Let the slices have a gradient that is the same on all ranks."""
         self.drop()
         if self.part is not None:
-            self.part.grad.copy_(self.cut(grad))
+            self._write(self.cut(grad))
         self.held, self.param.grad = True, self.stand_in
 
     def take_back(self) -> None:
         """Let the slices have what was written to the whole gradient."""
         if self.whole is not None and self.part is not None:
             mine, now = self.part.grad, self.cut(self.whole)
-            mine.copy_(torch.where(now == mine.to(now.dtype), mine, now))  # fp32 ones may have more
+            self._write(torch.where(now == mine.to(now.dtype), mine, now))  # fp32 ones have more
         self.whole = None
 
     def cut(self, other: Tensor) -> Tensor:
@@ -137,3 +138,10 @@ class Slot:
         self.whole = None
         if self.part is not None:
             self.part.grad.zero_()
+            increment_version([self.part.grad])
+
+    def _write(self, values: Tensor) -> None:
+        """Give this rank's part of the gradient other values."""
+        assert self.part is not None
+        self.part.grad.copy_(values)
+        increment_version([self.part.grad])  # copy_() does not, inside of another operator

@@ -6,9 +6,10 @@ own part.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ...optim.codes import SCALES, are_codes, shown
 from ...optim.load_states import hide_options, loading_states, show_plain
 from ...optim.masters import MASTER, StateFormats, complete_states, joined, put_scales
 from ...optim.param_shards import shard_of
+from ...optim.step import states_on_host
 from ..engine import Engine
 from ..hooks.gradient_buckets import GradientBucket
 from ..layout.slots import Slot
@@ -55,9 +57,10 @@ class StateDicts(Optimizer):
         After `consolidate_state_dict` it is no collective.
         """
         if self._engine is None:
-            complete_states(self._owned)
-            state_dict = super().state_dict()
-            show_plain(self._owned, state_dict, native)
+            with self._on_host():
+                complete_states(self._owned)
+                state_dict = super().state_dict()
+                show_plain(self._owned, state_dict, native)
             return state_dict
         wanted, whole = wanted_states(), self._consolidated
         if whole is None or wanted is not None or native:
@@ -123,9 +126,8 @@ class StateDicts(Optimizer):
         groups, mine = self.param_groups, self.state
         self._consolidated = None
         if self._engine is None:
-            with loading_states(self, self._owned):
+            with self._on_host(), loading_states(self, self._owned):
                 super().load_state_dict(state_dict)
-            self._owned.state = self.state
         else:
             self._engine.wait(None)
             self._engine.follow_groups()
@@ -150,6 +152,20 @@ class StateDicts(Optimizer):
         self.param_groups = groups
         if self._engine is None:
             self._owned.__setstate__({})
+
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """Inside, parameters of a single process are where their states are."""
+        self._owned.param_groups = self.param_groups
+        try:
+            with states_on_host(self._owned):
+                self.state = self._owned.state
+                try:
+                    yield
+                finally:
+                    self._owned.param_groups, self._owned.state = self.param_groups, self.state
+        finally:
+            self.state = self._owned.state
 
     def _complete_loaded(self) -> None:
         """Add what older versions of torch did not save, as the class does that was sharded."""

@@ -35,6 +35,7 @@ from ...optim.step import Stepper
 from ..layout.slots import Part, Slot
 from ..transport.group import Group, Late, refuse_capture
 from .norm import ChunkSums, Measured
+from .slice_offload import SliceOffload
 
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
 
@@ -100,6 +101,7 @@ class SliceOptimizer:
         self._on_host = group.device.type == "cpu"
         self._here = HOST if self._on_host else group.device.index
         self._differ: Late | None = None  # whether ranks did in the step before
+        self._offload: SliceOffload | None = None
         self.follow([], [])
 
     def follow(self, groups: list[dict[str, Any]], grouped: list[list[Slot]]) -> None:
@@ -119,6 +121,8 @@ class SliceOptimizer:
         self._stepper.devices = devices_of(params_of(self.fused))
         self.fused._shards = self._shards_of(groups)
         self.forget()
+        if self._offload is not None:
+            self._offload.follow(self.slots)
 
     def _shards_of(self, groups: list[dict[str, Any]]) -> Shards | None:
         """What this rank has of whole parameters, if something counts their elements."""
@@ -145,6 +149,29 @@ class SliceOptimizer:
             group.update(options_of(script))
             group["param_names"] = names
         return fused._rules()
+
+    # ---- offload
+
+    def offload(self, cores: list[int]) -> None:
+        """Keep states in host memory, by threads on these cores, from the next `follow` on."""
+        self._offload = SliceOffload(self.fused, cores)
+        assert self.fused._stepper is not None
+        self._stepper = self.fused._stepper
+
+    def bring(self, slots: Iterable[Slot]) -> None:
+        """Begin to copy gradients of a bucket to the host, once they are those of all ranks."""
+        if self._offload is not None:
+            self._offload.arrived(slots)
+
+    def return_all(self, slots: Iterable[Slot]) -> None:
+        """Return when the slices of a bucket have the values of the step."""
+        if self._offload is not None:
+            self._offload.return_all(slots)
+
+    def finish(self) -> None:
+        """End a step of which all parameters are there, or on their way from other ranks."""
+        if self._offload is not None:
+            self._offload.finish(self.slots)
 
     # ---- states
 
@@ -205,6 +232,8 @@ class SliceOptimizer:
         params = [group["params"] for group in fused.param_groups]
         if not any(params):
             return
+        if self._offload is not None:
+            self._offload.note_writes(self.slots)
         try:
             self._stepper.step(PlanStep(fused, params, fused._rules), request)
         except _C.TensorError as error:

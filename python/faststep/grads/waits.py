@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 
 from torch import nn
 
-from ..._torch.compiler import disable_dynamo
+from .._torch.compiler import disable_dynamo
 
 
 def _after_arrival(name: str) -> Any:
