@@ -47,13 +47,11 @@ def accumulate(
     then `.grad` is the sum. See docs/accumulation.md.
 
     Args:
-        optimizer: an optimizer, or several that are stepped together. faststep's and torch's
-            fused ones divide inside their step; for others the gradients are divided in place at
-            the end of the window. One that accelerate has wrapped is unwrapped.
+        optimizer: an optimizer, or several that are stepped together. faststep's and torch's fused
+            ones divide inside their step; gradients of others are divided at the window's end.
         steps: micro-steps per window, at least 1.
-        model: the module that the loop calls. Needed for DistributedDataParallel: it then
-            communicates in the last micro-step of a window only, and so does a model of
-            fully_shard. Default: None.
+        model: the module that the loop calls. DistributedDataParallel and models of fully_shard
+            then communicate in the last micro-step of a window only. Default: None.
         normalize: what the sum of a window is divided by. "mean": the number of micro-steps, for
             losses that are means over micro-batches of one size. "sum": nothing. "tokens": the
             total that `add_count` was given in the window, on all ranks, for losses that are sums.

@@ -87,12 +87,11 @@ def ending_of(
         )
     shards = None
     if codes_from or seed is not None:
-        if not found:
-            found.append(shards_of(optimizer))
+        found[:] = found or [shards_of(optimizer)]
         [shards] = found
-    has_master = optimizer._keeps_masters
-    keys = _with_others(keys, bool(codes_from), has_master)
-    return keys, has_master, optimizer._has_remainders, seed, codes_from, shards
+    keys = _with_others(keys, bool(codes_from), optimizer._keeps_masters)
+    masters = optimizer._keeps_masters, optimizer._has_remainders
+    return keys, *masters, seed, codes_from, shards
 
 
 def check_new_group(optimizer: Steppable) -> None:
@@ -101,8 +100,7 @@ def check_new_group(optimizer: Steppable) -> None:
     group, kind = optimizer.param_groups[-1], type(optimizer).__name__
     try:
         _refuse_fp16(optimizer)
-        is_noisy = kinds_in(optimizer, group).is_noisy
-        if is_noisy and not optimizer._formula_of(group).has_step:
+        if kinds_in(optimizer, group).is_noisy and not optimizer._formula_of(group).has_step:
             raise ValueError(
                 f'{kind}: rounding="stochastic" needs a count of the steps, and {kind} keeps none'
             )
