@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 import faststep
 from faststep import zero
@@ -15,7 +19,8 @@ from faststep.grads.owners import offloading
 from offload.common import assert_same, bits
 from ranks import on_ranks
 
-from .common import Given, grads_for
+from .checkpoints import load, remove, save, shared_folder
+from .common import Given, check_error, error_of, grads_for
 from .common import optimizer_of as named_optimizer_of
 from .test_few_bits import SETS, optimizer_of
 
@@ -220,3 +225,168 @@ def test_scalers(rank: int, world: int, scaler: str, clips: bool, dtype: str) ->
         master_weights=low or None,
     )
     assert len(run.answers) == 4
+
+
+@on_ranks(2, 3)
+def test_states_change_sides(rank: int, world: int) -> None:
+    """Between runs with and without offload, also at another number of ranks, and through DCP."""
+    for name in ("codes and halves", "noise", "clipped"):
+        dtype, stage = SETS[name][0], 3 - min(world, 2)
+        first, second = (
+            Run(how, lambda m: optimizer_of(name, m), [dtype], stage=stage)  # noqa: B023
+            for how in ("optimizer", None)
+        )
+        for run in (first, second):
+            step(run, rank, 0)
+        states = [run.optimizer.state_dict(native="halves" in name) for run in (second, first)]
+        dist.broadcast_object_list(states)
+        for run, state in zip((first, second), states, strict=True):
+            run.optimizer.load_state_dict(copy.deepcopy(state))
+            step(run, rank, 1)
+        assert_same(first.end(), second.end())
+        path = shared_folder()
+        save(first.model, first.optimizer, path / "a")
+        for run in (first, second):
+            step(run, rank, 2)
+            load(run.model, run.optimizer, path / "a")
+            step(run, rank, 3)
+        assert_same(first.end(), second.end())
+        remove(path)
+
+
+@on_ranks(2, 3)
+def test_groups_that_change(rank: int, world: int) -> None:
+    """Late, frozen and moved parameters, values that a script writes, and new memory for them."""
+
+    def make(model: nn.Module) -> Any:
+        _, *params = model.parameters()
+        params[-1].requires_grad_(False)
+        return faststep.optim.AdamW(params, lr=0.01, state_dtype={"exp_avg": "bf16"})
+
+    def loop(run: Run, rank: int) -> None:
+        first, *params = run.model.parameters()
+        step(run, rank, 0)
+        with torch.no_grad():
+            params[3].mul_(0.5)
+        step(run, rank, 1)
+        run.optimizer.add_param_group({"params": [first], "lr": 0.1, "state_dtype": "fp32"})
+        params[-1].requires_grad_(True)
+        step(run, rank, 2)
+        groups = run.optimizer.param_groups
+        groups[1]["params"].append(groups[0]["params"].pop(3))
+        params[4].data = torch.ones_like(params[4])
+        step(run, rank, 3)
+        with torch.no_grad():
+            params[4].add_(1.0)
+            params[3].requires_grad_(False)
+        run.model.load_state_dict({k: v * 2 for k, v in run.model.state_dict().items()})
+        step(run, rank, 4)
+        run.optimizer.zero_grad()
+        run.model(grads_for(run.model, 9, rank)).backward()
+        run.optimizer.zero_grad()  # of a batch that is left out
+        step(run, rank, 5)
+
+    both(rank, loop, make, [F32])
+
+
+@on_ranks(2, 3)
+def test_shapes_of_runs(rank: int, world: int) -> None:
+    """A rank without rows, nothing to shard, a tied weight in DistributedDataParallel."""
+    for shapes in ([(3,)], [(0, 3)], [(TILE + 1,), (2 * TILE,)], [(16384,)] * 3):
+        both(rank, plain, adamw, [F32], shapes)
+    found = []
+    for offload in (None, "optimizer"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 300))
+        model[2].weight = model[0].weight
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        options: Any = {"offload": offload, "gather": "forward", "max_grad_norm": 0.1}
+        optimizer = zero.shard(wrapped, adamw(model), **options)
+        with Join([wrapped, optimizer]):
+            for seed in range(2 + rank):
+                made = torch.Generator().manual_seed(10 * seed + rank)
+                wrapped(torch.randn(4, 300, generator=made)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.wait()
+        found.append(bits(*model.parameters(), optimizer.last_grad_norm, optimizer.state_dict()))
+    assert_same(*found)
+
+
+@on_ranks(4)
+def test_replicas(rank: int, world: int) -> None:
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = {"process_group": inside[rank // 2], "replicate_group": across[rank % 2]}
+    both(rank, plain, functools.partial(adamw, max_grad_norm=0.5), [F32], **groups)
+
+
+@on_ranks(2)
+def test_errors_change_nothing(rank: int, world: int) -> None:
+    """A step that cannot be made raises as without offload, and can be made again."""
+
+    def loop(run: Run, rank: int) -> None:
+        step(run, rank, 0)
+        run.model(grads_for(run.model, 1, rank)).backward()
+        states = run.optimizer._owned.state
+        broken = [state for values, state in states.items() if values.numel()][-1]
+        kept, broken["exp_avg"] = broken["exp_avg"], torch.ones(5)
+        text = error_of(run.optimizer.step)
+        assert text.endswith("nothing was updated"), text
+        run.found.append(text)
+        broken["exp_avg"] = kept
+        run.note()
+        run.optimizer.step()
+        run.note()
+        run.optimizer.zero_grad()
+        step(run, rank, 2)
+
+    both(rank, loop, adamw, [F32])
+
+
+@on_ranks(2)
+def test_stage_3_is_refused(rank: int, world: int) -> None:
+    model = nn.Linear(8, 8)
+    check_error(
+        lambda: zero.shard(model, adamw(model), stage=3, offload="optimizer"),
+        "NotImplementedError: shard(stage=3) has no offload so far: call "
+        "fully_shard(offload_policy=CPUOffloadPolicy())",
+    )
+
+
+ALONE: list[dict[str, Any]] = [
+    {"gather": "forward", "max_grad_norm": 0.5},
+    {"stage": 3},
+    {"master_weights": "remainder16"},
+]
+
+
+@pytest.mark.parametrize("options", ALONE)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_process(options: dict[str, Any], scaled: bool) -> None:
+    """The bits of the same without offload, under torch's scaler too, with a scale that rounds."""
+
+    def loop(run: Run, rank: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=2, enabled=scaled)
+        for seed in range(4):
+            grads = grads_for(run.model, seed)
+            if scaled and seed == 2:
+                grads[0].view(-1)[-1] = torch.inf
+            scaler.scale(run.model(grads)).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.note()
+            run.found += bits([param.grad for param in run.model.parameters()])
+            run.optimizer.zero_grad()
+            if seed == 1:
+                run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+    dtype = BF16 if "master_weights" in options else F32
+    run = both(0, loop, adamw, [dtype], **options)
+    assert len(run.answers) == 4
+
+
+def test_another_word_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="offload must be None or \"optimizer\", not 'all'"):
+        zero.shard(model, adamw(model), offload="all")  # type: ignore[arg-type]
