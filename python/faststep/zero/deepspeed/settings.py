@@ -8,8 +8,7 @@ from ... import optim
 from .reader import AUTO, Reader
 from .schedulers import SCHEDULERS
 
-# Keys that faststep heeds if they have one of these values: it works so anyway. Devices in host
-# memory are not among them, so that their sections are named.
+# Keys that faststep heeds if they have one of these values: it works so anyway.
 _ANYWAY: dict[str, tuple[Any, ...]] = {
     "zero_optimization.overlap_comm": (True,),
     "zero_optimization.contiguous_gradients": (True,),
@@ -29,6 +28,10 @@ _ANYWAY: dict[str, tuple[Any, ...]] = {
     "fp16.consecutive_hysteresis": (False,),
     "fp16.fp16_master_weights_and_grads": (False,),
 }
+# Beside the device "cpu". Memory is page-locked for a CUDA device, whatever is asked; `ratio` is
+# the share of parameters that are updated on the host.
+_OFFLOADED_ANYWAY: dict[str, tuple[Any, ...]] = {"pin_memory": (True,), "ratio": (1,)}
+_OF_NVME = ("nvme_path", "buffer_count", "fast_init", "pipeline_read", "pipeline_write")
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -89,9 +92,33 @@ def settings_of(
         shard["max_grad_norm"] = limit
     if dtype:
         shard["master_weights"] = masters
+    if _offloads(config, stage, ranks):
+        shard["offload"] = "optimizer"
     batch = _batch(config, ranks)
     unread = config.unread()
     return Settings(shard, dtype, scaler, kind, options, scheduler, rates, *batch, unread)
+
+
+def _offloads(config: Reader, stage: int, ranks: int | None) -> bool:
+    """Whether states lie in host memory: at stages 1 and 2, and in one process at stage 3 too.
+
+    Without ZeRO DeepSpeed does not offload either. Its older name for the device is a flag.
+    """
+    section = "zero_optimization.offload_optimizer"
+    if not stage or (stage == 3 and ranks != 1):
+        return False
+    if not config.raw(section) and config.raw("zero_optimization.cpu_offload") is True:
+        config.mark("zero_optimization.cpu_offload")
+        return True
+    if config.raw(f"{section}.device") != "cpu":
+        return False
+    config.mark(f"{section}.device")
+    for key, same in _OFFLOADED_ANYWAY.items():
+        if config.raw(f"{section}.{key}") in same:
+            config.mark(f"{section}.{key}")
+    for key in _OF_NVME:
+        config.mark(f"{section}.{key}")
+    return True
 
 
 def _bucket(config: Reader, stage: int) -> int | None:
