@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +37,9 @@ class Block(nn.Module):
 def model():
     return nn.Sequential(*[Block() for _ in range(4)]).bfloat16()
 
+def alone():
+    return nn.Sequential(*[Block() for _ in range(4)])
+
 def with_loss():
     model = nn.Sequential(*[Block() for _ in range(4)])
     x = torch.randn(4096, 256)
@@ -55,6 +61,26 @@ def nothing():
 
 def frozen():
     return nn.ReLU()
+"""
+OFFLOADED = """
+import json, mmap, sys, warnings
+import torch
+import faststep
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+warnings.simplefilter("ignore")
+dtype, options = getattr(torch, sys.argv[1]), json.loads(sys.argv[2])
+params = [torch.nn.Parameter(torch.ones(1024, 1024, dtype=dtype)) for _ in range(8)]
+optimizer = faststep.optim.AdamW(params, **options)
+for param in params:
+    param.grad = torch.ones_like(param)
+before = resident()
+faststep.offload(optimizer)
+optimizer.step()
+print(resident() - before)
 """
 ROOMY = Machine(8, 1, 80 * 2**30, 300e9, 50e9, 25e9, 200e9, 300e12)
 
@@ -105,6 +131,35 @@ def test_a_model_alone(factory: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Choice: none, because" in page
     assert "stage 3: " in page
     assert 'master_weights="remainder16"' in page
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "lines"),
+    [
+        (1, "20MB", ["faststep.offload(optimizer, model=model)", "# offload was"]),
+        (
+            2,
+            "25MB",
+            [
+                'optimizer = faststep.zero.shard(model, optimizer, stage=1, offload="optimizer")',
+                "# offload was",
+            ],
+        ),
+        (16, "11MB", ["faststep.release_gradients(model, optimizer)"]),
+    ],
+)
+def test_lines_of_an_offload(
+    factory: Path, gpus: int, memory: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = planned(capsys, f"{factory}:alone", "--gpus", gpus, "--memory", memory)
+    assert ", offload, because" in page
+    begin = page.splitlines().index(
+        "    optimizer = faststep.optim.AdamW(model.parameters(), lr=...)"
+    )
+    found = page.splitlines()[begin + 1 :][: len(lines)]
+    for line, expected in zip(found, lines, strict=True):
+        assert line.strip().startswith(expected)
+    assert ("CPUOffloadPolicy" in page) == (gpus == 16)
 
 
 def test_nothing_fits(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,11 +314,42 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
     assert chosen(ways, ROOMY._replace(memory=1)) is None
     offload = next(way for way in ways if way.offloads and way.stage == 1)
     plain = next(way for way in ways if not way.offloads and way.stage == 1)
-    assert offload.host == plain.memory.states
+    part = sum(param.nbytes for param in model.parameters()) // ROOMY.ranks
+    assert offload.host == plain.memory.states + 2 * part
     assert plain.memory.peak - offload.memory.peak == plain.memory.states
     tokens = tokens_for_offload(model, offload, ROOMY)
     spent = 6 * tokens / ROOMY.ranks * sum(p.numel() for p in model.parameters())
     assert spent / ROOMY.flops == pytest.approx(offload.update, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "per_element"),
+    [
+        (torch.float32, {}, 16),
+        (torch.bfloat16, {"master_weights": "fp32"}, 16),
+        (torch.bfloat16, {"master_weights": "remainder16", "state_dtype": "int8"}, 8.07),
+    ],
+)
+def test_an_offload_takes_what_is_planned(
+    dtype: torch.dtype, options: dict[str, str], per_element: float
+) -> None:
+    """In host memory: what a process grows by. On the device: parameters and gradients."""
+    formats = formats_of("AdamW", [dtype])
+    wanted = "".join(f', {name}="{value}"' for name, value in options.items())
+    [kept] = [one for one in formats if one.options == wanted]
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).to(dtype)
+    way = ways_of(model, kept, ROOMY._replace(gpus=1), 25, [], on_cuda=True)[1]
+    grown = subprocess.run(
+        [sys.executable, "-c", OFFLOADED, str(dtype).removeprefix("torch."), json.dumps(options)],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "32768"},  # what is freed goes back at once
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert int(grown.stdout) == pytest.approx(way.host, rel=0.05)
+    assert way.host == pytest.approx(per_element * 2**23, rel=1e-3)
+    assert way.memory.between == 2 * dtype.itemsize * 2**23
 
 
 def test_buckets_grow_with_the_ranks() -> None:

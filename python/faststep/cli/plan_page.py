@@ -143,17 +143,25 @@ def _lines(planned: Planned, best: Way) -> str:
         f"    optimizer = faststep.optim.{kind}(model.parameters(), lr=...{planned.kept.options})"
     ]
     if best.stage == 0:
-        lines.append("    # DistributedDataParallel(model, gradient_as_bucket_view=True)")
+        if planned.machine.ranks > 1:
+            lines.append("    # DistributedDataParallel(model, gradient_as_bucket_view=True)")
+        if best.offloads:
+            lines.append("    faststep.offload(optimizer, model=model)")
+    elif best.stage == 3 and best.offloads:
+        policy = "fully_shard(block, offload_policy=CPUOffloadPolicy())"
+        lines.insert(0, f"    # {policy} of each block, and of the model; then")
+        lines.append("    faststep.release_gradients(model, optimizer)")
     else:
         bucket = "" if best.stage == 3 or planned.bucket_mb == 25 else planned.bucket_mb
         more = f", bucket_mb={bucket}" if bucket else ""
+        more += ', offload="optimizer"' if best.offloads else ""
         lines.append(
             f"    optimizer = faststep.zero.shard(model, optimizer, stage={best.stage}{more})"
         )
     if best.checkpoints:
         lines.append("    # and torch.utils.checkpoint in the forward of each block")
-    if best.offloads:
-        lines.append("    # and offload of the states, which faststep does not do here so far")
+    if best.offloads and best.stage < 3:
+        lines.append("    # offload was tested on simulated GPUs only")
     return "\n".join(lines)
 
 

@@ -30,7 +30,8 @@ class Way(NamedTuple):
         checkpoints: each block's forward is repeated in backward.
         offloads: states and masters are in host memory, where the host updates them.
         memory: bytes on a GPU, where the states of an offloaded optimizer are none.
-        host: bytes of a rank in host memory.
+        host: bytes of a rank in host memory: states, masters, and copies of gradients and
+            parameters.
         sent: bytes that a rank sends in a step.
         communication, compute, update: seconds; the last one is the host's, with its copies.
     """
@@ -119,7 +120,7 @@ def _way(
         checkpoints,
         offloads,
         replace(memory, states=0) if offloads else memory,
-        memory.states if offloads else 0,
+        int(memory.states + 2 * part) if offloads else 0,
         sent,
         machine.seconds(sent, SENT[stage] * parts),
         compute,
