@@ -127,6 +127,30 @@ for options in ({}, {"reduction": "none"}, {"reduction": "sum"}, {"label_smoothi
     loss = nn.functional.cross_entropy(logits, target, **options)
     print(type(loss.grad_fn).__name__, loss.grad_fn.name())
 """,
+    "names in profiles": """
+for one in (data, Squares()):
+    for options in ({}, {"num_workers": 1}):
+        with torch.profiler.profile() as profile:
+            batches(DataLoader(one, 2, **options))
+        print([event.key for event in profile.key_averages() if "DataLoader" in event.key])
+""",
+    "steps of Adafactor that only torch makes": """
+with torch.inference_mode():
+    made = torch.ones(2)
+def half(state):
+    state.pop("row_var", None)
+def widened(state):
+    state["row_var"] = torch.ones(7)
+for param in (nn.Parameter(made, requires_grad=False), nn.Parameter(torch.ones(0)),
+              nn.Parameter(torch.ones(1).expand(3)), nn.Parameter(torch.ones(2, 3))):
+    for change in (dict.clear, half, widened):
+        optimizer = torch.optim.Adafactor([param], lr=0.1)
+        for _ in range(3):
+            param.grad = torch.ones(param.shape)
+            print(tried(optimizer.step), [round(x, 3) for x in param.flatten().tolist()])
+            if param.ndim == 2:
+                change(optimizer.state[param])
+""",
     "numbers that a script sets": """
 import fractions
 for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Adadelta", "RAdam", "NAdam"):

@@ -53,6 +53,7 @@ __all__ = [
     "let_fetch",
     "new_worker_info",
     "pin_memory",
+    "profile_name",
     "set_worker_dataset",
     "worker_info_of_thread",
 ]
@@ -65,6 +66,12 @@ READING: tuple[type, ...] = (
     *(data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler),
     *(data.WeightedRandomSampler, data.DistributedSampler),
 )
+
+
+def profile_name(workers: int) -> str:
+    """The name under which profilers know the iterator that torch has for so many workers."""
+    kind = MultiProcessingDataLoaderIter if workers else SingleProcessDataLoaderIter
+    return f"enumerate(DataLoader)#{kind.__name__}.__next__"
 
 
 def collates_as_default(function: Any, containers: Iterable[type]) -> bool:

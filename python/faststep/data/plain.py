@@ -16,6 +16,7 @@ from .._torch.data_loader import (
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
     SingleProcessDataLoaderIter,
+    profile_name,
 )
 from .deliver.batch_buffers import buffering_by, buffering_collate
 from .order.asked import AskedOrder
@@ -51,6 +52,7 @@ class Placed(Metered):
         self._kept_seed = stand_in.base_seed
         self._samples = stand_in.batch_size or 1  # in a batch of an iterable dataset
         super().__init__(stand_in)  # type: ignore[call-arg]
+        self._profile_name = profile_name(self._num_workers)
         if isinstance(self._index_sampler, Indices):
             self._index_sampler.state = None  # for epochs to come
             self._index_sampler.delivered = ()

@@ -45,11 +45,27 @@ def _made(torchs: type, ours: type) -> Any:
             # of a number that only torch can use, or refuses in its words
             raise LeftToTorchError(f"{type(error).__name__}: {error}") from None
 
+    def factored_step(self: Any) -> None:
+        try:
+            ours._factored_step(self)  # type: ignore[attr-defined]
+        except LeftToTorchError as error:
+            self._step_by_torch(self.param_groups, error.reason)
+
+    def called(self: Any, plan: Any, *args: Any) -> Any:
+        try:
+            return ours._called(self, plan, *args)  # type: ignore[attr-defined]
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError) as error:
+            if plan is not self._plans[0]:  # torch has stepped a part
+                raise
+            raise LeftToTorchError(f"{error}".removesuffix("; nothing was updated")) from None
+
     names = hidden(torchs, ours)
     names |= {"__init__": init, "__getstate__": getstate, "__reduce_ex__": reduce}
     names |= {"__module__": __name__, "__doc__": torchs.__doc__, "_made_from": ours}
     if hasattr(ours, "_rules"):
         names["_rules"] = rules
+    else:  # Adafactor
+        names |= {"_factored_step": factored_step, "_called": called}
     made: Any = type(torchs.__name__, (ours,), names)
     return made
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _C
-from ..._torch.data_loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
+from ..._torch.data_loader import BaseDataLoaderIter, dataset_fetcher, pin_memory, profile_name
 from ..at_exit import close_at_exit
 from ..order.of_sampler import order_of
 from ..order.orders import Order, Run
@@ -91,6 +91,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     ) -> None:
         stand_in = LoaderStandIn(loader, state, ahead=1)
         super().__init__(stand_in)  # type: ignore[arg-type]
+        self._profile_name = profile_name(self._num_workers)
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         if self._num_workers and loader.prefetch_factor == 0:
