@@ -190,24 +190,14 @@ def _as_int64(indices: Any, name: str) -> torch.Tensor:
     Raises:
         NotArrays: they are not integers that can be read without Python's help.
     """
-    if type(indices) in (list, tuple):
-        if {*map(type, indices)} <= {int}:
-            with contextlib.suppress(OverflowError):
-                copied = array("q", indices)
-                return torch.frombuffer(copied, dtype=torch.int64) if copied else NO_INDICES
-    elif _is_int64_tensor(indices):
-        return torch.clone(indices, memory_format=torch.contiguous_format)
-    elif _is_integer_array(indices):
+    kind, numpy = type(indices), sys.modules.get("numpy")
+    if kind in (list, tuple) and {*map(type, indices)} <= {int}:
+        with contextlib.suppress(OverflowError):
+            copied = array("q", indices)
+            return torch.frombuffer(copied, dtype=torch.int64) if copied else NO_INDICES
+    elif kind is torch.Tensor:
+        if (indices.dtype, indices.dim(), indices.device.type) == (torch.int64, 1, "cpu"):
+            return torch.clone(indices, memory_format=torch.contiguous_format)
+    elif numpy and kind is numpy.ndarray and indices.ndim == 1 and indices.dtype.kind == "i":
         return torch.from_numpy(indices.astype("int64"))
     raise NotArrays(f"{name} are not a list, range, tensor or array of plain integers")
-
-
-def _is_int64_tensor(indices: Any) -> bool:
-    is_tensor = type(indices) is torch.Tensor and indices.dtype == torch.int64
-    return is_tensor and indices.dim() == 1 and indices.device.type == "cpu"
-
-
-def _is_integer_array(indices: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and type(indices) is numpy.ndarray
-    return is_array and indices.ndim == 1 and indices.dtype.kind == "i"
