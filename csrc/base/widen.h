@@ -64,6 +64,6 @@ typedef enum {
 } fst_conversion;
 
 typedef struct {
-    fst_widen integers[FST_CONVERSION_COUNT]; /* NULL: it is none of integers alone */
+    fst_widen integers[FST_CONVERSION_COUNT]; /* NULL: of other conversions */
     fst_to_floats to_floats;
 } fst_widen_loops;

@@ -44,7 +44,7 @@ DIVIDE(divide_u16_i64, uint16_t, int64_t)
 DIVIDE(divide_u32_i64, uint32_t, int64_t)
 
 /* Bytes of an item, and what fills tokens' positions, or with `number` their documents' numbers;
- * the other conversions are those of `widen`, or copies. */
+ * the other conversions are those of `widen`. */
 static const struct {
     size_t from, to;
     void (*divide)(char *restrict output, const char *restrict row, const fst_field *field,
@@ -129,14 +129,14 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
 static void copy_row(const fst_field *field, char *output, const char *row)
 {
     const fst_conversion how = field->conversion;
-    if (how == FST_TO_FLOATS)
+    if (how == FST_AS_IS)
+        memcpy(output, row, field->items);
+    else if (how == FST_TO_FLOATS)
         widen->to_floats(&field->floats, output, row, 0, field->items);
     else if (conversions[how].divide)
         conversions[how].divide(output, row, field, conversions[how].number);
-    else if (widen->integers[how])
-        widen->integers[how](output, row, field->items);
     else
-        memcpy(output, row, field->items);
+        widen->integers[how](output, row, field->items);
 }
 
 static void stream_row(const fst_field *field, char *output, const char *row, size_t size)
