@@ -13,17 +13,11 @@ from torch.optim import SparseAdam as SparseAdam
 from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
-from .adadelta import Adadelta
 from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
-from .adamax import Adamax
-from .asgd import ASGD
 from .lion import Lion
-from .nadam import NAdam
-from .radam import RAdam
-from .rmsprop import RMSprop
-from .rprop import Rprop
+from .others import ASGD, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop
 from .sgd import SGD
 
 __all__ = [

@@ -12,11 +12,8 @@ from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 from .state_kinds import GROUP_OPTIONS
 
-# Of the optimizers beside torch's arguments, for all groups together.
-OPTIONS = (
-    *("max_grad_norm", "keep_grads", "master_weights"),
-    *("state_dtype", "min_8bit_size", "rounding", "rounding_seed"),
-)
+_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "master_weights", "rounding_seed")
+OPTIONS = (*_OF_ALL_GROUPS, *GROUP_OPTIONS)  # of the optimizers beside torch's arguments
 
 _CLIP_BEFORE = (
     "as the norm of a part would be wrong, call faststep.clip_grad_norm_(model.parameters(), "
@@ -34,9 +31,9 @@ def refuse_group_options(group: dict[str, Any]) -> None:
     A script may mean a note of its own. ZeroRedundancyOptimizer and others that make an optimizer
     of some of the parameters on each rank put the options that they were given there.
     """
-    for name in OPTIONS:
+    for name in _OF_ALL_GROUPS:
         value = group.get(name)
-        if value is not None and value is not False and name not in GROUP_OPTIONS:
+        if value is not None and value is not False:
             raise ValueError(
                 f"{name} is an option of faststep's optimizers, for all groups together, but a "
                 "parameter group has it: pass it to the optimizer, or give a value of the script's "

@@ -103,10 +103,9 @@ def step_with(
     After the step they are deleted, as by torch's scaler. If the step raises, the earlier values
     (a `grad_scale` of the user) are restored, so that the step can be tried again.
     """
-    own, before = vars(optimizer), {}
+    own = vars(optimizer)
+    before = {name: own[name] for name in lent if name in own}
     for name, value in lent.items():
-        if name in own:
-            before[name] = own[name]
         setattr(optimizer, name, value)
     try:
         result = optimizer.step(*args, **kwargs)
