@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -112,18 +112,6 @@ def cuda_amp_is_unavailable() -> bool:
     return bool(test()) if test is not None else not torch.cuda.is_available()
 
 
-def update_scale_as_torch(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """torch's own scale update, in place and without a synchronisation, on any device.
-
-    `scale` is 0-d float32, `growth_tracker` 0-d int32, `found_inf` 0-d float32 on one device.
-    """
-    torch._amp_update_scale_(
-        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+# torch's own scale update, in place and without a synchronisation, on any device. It takes the
+# scale, 0-d float32; the growth tracker, 0-d int32; a flag, 0-d float32; and three numbers.
+update_scale_as_torch: Callable[..., object] = torch._amp_update_scale_

@@ -32,7 +32,7 @@ _STORAGE_WORDS = 8
 _ATTEMPTS = 5  # what is not in use in a record may by chance be a number that is looked for
 
 
-class Layout(NamedTuple):
+class RecordLayout(NamedTuple):
     """Places in words of 8 bytes; see fst_record_layout."""
 
     impl_in_object: int
@@ -67,7 +67,7 @@ def _place(words: Sequence[int], wanted: Sequence[int]) -> int:
     return places[0]
 
 
-def _search() -> Layout:
+def _search() -> RecordLayout:
     """The layout; ValueError where something is not to be found."""
     memory = torch.empty(150_000, dtype=torch.uint8)
     strange = memory.as_strided((13, 17, 19), (1009, 53, 1), 100_003)
@@ -83,7 +83,7 @@ def _search() -> Layout:
     leaf.grad = torch.empty(2)
     with_meta, without = _words(record_of(leaf), _WORDS), _words(record_of(leaf.grad), _WORDS)
     (meta,) = [i for i in range(min(sizes, strides) - 1) if with_meta[i] and not without[i]]
-    return Layout(
+    return RecordLayout(
         _place(_words(id(strange), torch.Tensor.__basicsize__ // 8), (record_of(strange),)),
         _place(impl, (storage_record_of(strange),)),
         storage.index(memory.data_ptr()),  # the owner may be the same again
@@ -168,7 +168,7 @@ def _mask(place: int) -> int:
     return (1 << 64) - 1 & ~_differences(_equal_tensors(), place)
 
 
-def _seen(layout: Layout, tensor: Tensor) -> tuple[int, ...]:
+def _seen(layout: RecordLayout, tensor: Tensor) -> tuple[int, ...]:
     """The words that the C side compares."""
     impl = _words(id(tensor), layout.impl_in_object + 1)[-1]
     words = _words(impl, layout.kind + 2)
@@ -201,7 +201,7 @@ _OF_ANY: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _notices(layout: Layout, change: Callable[[Tensor], object], requires_grad: bool) -> bool:
+def _notices(layout: RecordLayout, change: Callable[[Tensor], object], requires_grad: bool) -> bool:
     tensor = torch.zeros(2, 3, requires_grad=requires_grad)
     tensor.grad = torch.zeros(2, 3) if requires_grad else None
     before = _seen(layout, tensor)
@@ -214,7 +214,7 @@ def _notices(layout: Layout, change: Callable[[Tensor], object], requires_grad: 
     return noticed
 
 
-def _unnoticed(layout: Layout) -> str:
+def _unnoticed(layout: RecordLayout) -> str:
     """Which change of a tensor, or difference between two, would not be seen; "" if all would."""
     for name, change in _OF_A_PARAMETER.items():
         if not _notices(layout, change, True):
@@ -230,7 +230,7 @@ def _unnoticed(layout: Layout) -> str:
     return ""
 
 
-def _moves_versions(layout: Layout) -> bool:
+def _moves_versions(layout: RecordLayout) -> bool:
     """True if torch's function moves the version counters of tensors that have one."""
     if not layout.countable or not layout.move_version:
         return False
@@ -244,7 +244,7 @@ def _moves_versions(layout: Layout) -> bool:
     return tensor._version == 1
 
 
-def find() -> tuple[Layout | None, str]:
+def find() -> tuple[RecordLayout | None, str]:
     """The layout of this torch's records; or None, and why they cannot be relied on."""
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         return None, "addresses do not have 8 bytes"

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._devices import HOST_ONLY, devices_of
+from .._torch.dtensor import any_dtensor
 from .._torch.optim import OptState, are_torchs, cuda_amp_is_unavailable, is_torchs
+from .._torch.ranks import is_distributed
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import refuse_shards
 from ..optim.request import ScalerRequest, check_limit, has_grads, refuse_unchecked, step_with
-from .protocol import any_found, can_be_seen, has_dtensors, takes_found_inf
+from .protocol import any_found, can_be_seen, takes_found_inf
 from .scale_update import ScaleUpdate, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
 
@@ -115,9 +117,7 @@ class GradScaler(UnscalingScaler):
         )
         self._min_scale = min_scale
         self._max_scale = max_scale
-        self._hysteresis = hysteresis
-        self._init_hysteresis_tracker = hysteresis
-        self._hysteresis_tracker = None
+        self._hysteresis = self._init_hysteresis_tracker = hysteresis
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -188,7 +188,7 @@ class GradScaler(UnscalingScaler):
             or kwargs
             or not self._has_torchs_passes()
             or can_be_seen(optimizer)
-            or has_dtensors(optimizer)  # all ranks go one way, whatever hooks one of them has
+            or (is_distributed() and any_dtensor(params_of(optimizer)))  # all ranks go one way
         ):
             return self._step_as_torch(optimizer, args, kwargs)
         if (optimizer._devices or devices_of(params_of(optimizer))) != HOST_ONLY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -164,10 +165,7 @@ def _refuse(weight: _Weight) -> None:
 
 def _refuse_one_memory(model: nn.Module, weights: list[_Weight]) -> None:
     """Raise for a weight whose memory another parameter has as well."""
-    users: dict[int, int] = {}
-    for param in model.parameters():
-        key = param.untyped_storage().data_ptr()
-        users[key] = users.get(key, 0) + 1
+    users = Counter(param.untyped_storage().data_ptr() for param in model.parameters())
     for name, param, *_ in weights:
         if param.numel() and users[param.untyped_storage().data_ptr()] > 1:
             raise ValueError(

@@ -22,11 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from .._torch.dtensor import any_dtensor
 from .._torch.modes import is_watched
 from .._torch.optim import global_post_hooks, global_pre_hooks
-from .._torch.ranks import is_distributed
-from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 
 
@@ -64,11 +61,6 @@ def can_be_seen(optimizer: FusedOptimizer) -> bool:
         or is_watched()
         or torch.compiler.is_compiling()
     )
-
-
-def has_dtensors(optimizer: Optimizer) -> bool:
-    """True if one of the parameters is a DTensor, which needs a process group."""
-    return is_distributed() and any_dtensor(params_of(optimizer))
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

@@ -29,16 +29,7 @@ from .._torch.optim import increment_version, update_scale_as_torch
 
 @dataclass(frozen=True)
 class ScaleUpdate:
-    """The constants of one update.
-
-    Args:
-        growth_factor: multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: multiplies the scale at an overflow.
-        growth_interval: steps.
-        min_scale: smallest scale, or None for no bound. Default: None.
-        max_scale: largest scale, or None for no bound. Default: None.
-        hysteresis: the overflow since the last growth at which backing off starts. Default: 1.
-    """
+    """The constants of one update, as GradScaler has them."""
 
     growth_factor: float
     backoff_factor: float

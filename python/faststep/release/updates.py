@@ -247,7 +247,7 @@ class Release:
             optimizer, [*lists.values()], lambda: rules, [*lists], False, unchanged
         )
         try:
-            stepper.step(plan_step, StepRequest(None, None, False, None))
+            stepper.step(plan_step, StepRequest())
         except _C.TensorError:
             return False
         return True
@@ -255,18 +255,21 @@ class Release:
     def _update_alone(
         self, optimizer: FusedOptimizer, place: _Place, param: Tensor, grad: Tensor
     ) -> None:
-        rule = self._rule_of(optimizer, place)
-        max_norm = optimizer._max_grad_norm
+        rule, groups = self._rule_of(optimizer, place), [place.hook.group]
+        max_norm = self._clipping.limit_of(grad, optimizer._max_grad_norm, place.hook)
+        request = StepRequest(self._clipping.scale, max_norm=max_norm)
+        unchanged = "the parameter was not updated"
+        step = PlanStep(optimizer, [[param]], lambda: [rule], groups, False, unchanged)
         try:
-            max_norm = self._clipping.limit_of(grad, max_norm, place.hook)
-            request = StepRequest(self._clipping.scale, None, False, max_norm)
-            _step(optimizer, place, param, rule, request)
+            if is_watched():
+                _step_by_torch(optimizer, place, param, request, "in a TorchDispatchMode")
+            else:
+                place.stepper.step(step, request)
         except _C.TensorError as error:
             what = (place.hook.group, place.index, *error.args[2:])
             explained = optimizer._explained(*what)
             if not optimizer._is_for_torch(*what):
                 raise explained from None
-            request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step_by_torch(optimizer, place, param, request, str(explained))
         place.hook.updated = True
 
@@ -384,15 +387,3 @@ def _step_by_torch(
         optimizer._step_by_torch(request, reason)
     finally:
         optimizer.param_groups = groups
-
-
-def _step(
-    optimizer: FusedOptimizer, place: _Place, param: Tensor, rule: Rule, request: StepRequest
-) -> None:
-    if is_watched():
-        _step_by_torch(optimizer, place, param, request, "in a TorchDispatchMode")
-    else:
-        groups, rules = [place.hook.group], [rule]
-        unchanged = "the parameter was not updated"
-        plan_step = PlanStep(optimizer, [[param]], lambda: rules, groups, False, unchanged)
-        place.stepper.step(plan_step, request)
