@@ -282,7 +282,7 @@ def clip_grads_with_norm_(
     parameters = _ready(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
-    if any_dtensor([total_norm, *grads[:1]]):
+    if any_dtensor([total_norm, *grads]):
         with contextlib.suppress(TypeError):
             return scale_shards(grads, float(max_norm), total_norm)
     if not (on_device or _is_wide(total_norm)) or total_norm.dim() != 0:
@@ -292,9 +292,6 @@ def clip_grads_with_norm_(
             _C.device_clip(grads, float(max_norm), total_norm)
         written = on_device or _scale(grads, float(max_norm), total_norm.item())
     except TypeError:
-        if any_dtensor(grads):
-            with contextlib.suppress(TypeError):
-                return scale_shards(grads, float(max_norm), total_norm)
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     if written:
         increment_version(grads)

@@ -75,9 +75,7 @@ def accumulate(
     """
     optimizers = _unwrapped(optimizer)
     _check_options(steps, model, normalize, dtype, in_pairs)
-    _check_sharded(optimizers, dtype)
-    _check_unowned(optimizers)
-    _check_disjoint(optimizers)
+    _check_optimizers(optimizers, dtype)
     return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
 
 
@@ -117,17 +115,18 @@ def _check_options(
         )
 
 
-def _check_sharded(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
-    """Raise for what cannot be done with gradients that are spread over ranks."""
-    if not any(map(is_sharded, optimizers)):
-        return
-    if len(optimizers) > 1:
+def _check_optimizers(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
+    """Raise for optimizers whose gradients cannot be summed up, alone or together."""
+    sharded = [one for one in optimizers if is_sharded(one)]
+    if sharded and len(optimizers) > 1:
         raise TypeError("accumulate() takes a sharded optimizer alone, not several together")
-    if dtype is not None and not all(o.sums_in_fp32 for o in optimizers if is_sharded(o)):
+    if dtype is not None and not all(one.sums_in_fp32 for one in sharded):
         raise TypeError(
             "accumulate() with dtype= of a sharded optimizer needs shard(master_weights=True), at "
             "stages 1 and 2: else the ranks add up in the dtype of the parameters"
         )
+    _check_unowned(optimizers)
+    _check_disjoint(optimizers)
 
 
 def _check_unowned(optimizers: Sequence[Optimizer]) -> None:

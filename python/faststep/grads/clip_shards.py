@@ -151,14 +151,11 @@ def clip_shards(
     if mine:
         dtype, like = promoted(dtypes), mine[0]
     else:
-        dtype, like = _dtype_of(parameters), owners[0]
+        dtypes_here = [param.dtype for param in parameters]
+        dtype, like = functools.reduce(torch.promote_types, dtypes_here), owners[0]
     rounded = returned(norm, dtype, norm_type, error_if_nonfinite)
     scale_shards(mine, max_norm, norm)
     return replicated(rounded, like) if is_dtensor(like) else rounded
-
-
-def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, [one.dtype for one in tensors])
 
 
 def scale_shards(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

@@ -43,7 +43,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             break
         opened |= large
     found = _held(found, total) or _held(_layers(model), total)
-    tied = tied_blocks(model, found)
+    homes = [{home for _, home in places} for places in homes_of(model, found).values()]
+    tied = {home for some in homes if len(some) > 1 for home in some}  # to what is outside
     return [block for block in found if id(block) not in tied]
 
 
@@ -108,12 +109,6 @@ def homes_of(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, list[tu
         for name, param in module.named_parameters(path, recurse=False):
             found.setdefault(id(param), []).append((name, home.get(id(module), 0)))
     return found
-
-
-def tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """The `id` of each block that shares a parameter with what is outside of it."""
-    homes = [{home for _, home in places} for places in homes_of(model, blocks).values()]
-    return {home for some in homes if len(some) > 1 for home in some}
 
 
 def announce(model: nn.Module, blocks: Sequence[nn.Module], is_default: bool) -> tuple[str, ...]:

@@ -244,7 +244,9 @@ class Group:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = int.from_bytes(digest, "big", signed=True) >> 1
         both = torch.tensor([mine, -mine, len(lines), -len(lines)], device=self.device)
-        self._largest(both, f"{caller}: comparing the ranks")
+        for group in filter(None, (self, self.replicas)):
+            what = f"{caller}: comparing the ranks"
+            group.start_adding(both, what, op=dist.ReduceOp.MAX).wait()
         both = both.cpu()
         if both[0] == -both[1] and both[2] == -both[3]:
             return
@@ -255,11 +257,6 @@ class Group:
         number, here = next(one for one in enumerate(lines_of_all) if len(set(one[1])) > 1)
         who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
         raise RuntimeError(f"{caller}: the ranks differ, first in number {number}: {who}")
-
-    def _largest(self, numbers: Tensor, what: str) -> None:
-        self.start_adding(numbers, what, op=dist.ReduceOp.MAX).wait()
-        if self.replicas is not None:
-            self.replicas._largest(numbers, what)
 
 
 def listed(ranks: Sequence[int]) -> str:
