@@ -58,13 +58,15 @@ from .grads.total import promoted, returned
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
+_Tensors = list[Tensor] | tuple[Tensor, ...]
+
 
 def _is_for_torch() -> bool:
     """True if torch's own functions must run, because its operators are traced or watched."""
     return torch.compiler.is_compiling() or bool(is_watched())
 
 
-def _ready(parameters: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
+def _ready(parameters: Tensor | Iterable[Tensor]) -> _Tensors:
     """The parameters as a sequence, after their gradients were divided where they are sums.
 
     Raises:
@@ -76,17 +78,14 @@ def _ready(parameters: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor
     return parameters
 
 
-def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
+def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> _Tensors:
     if isinstance(tensors, Tensor):
         return [tensors]
     return tensors if isinstance(tensors, (list, tuple)) else list(tensors)
 
 
 def _norm(
-    tensors: list[Tensor] | tuple[Tensor, ...],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    max_norm: float | None = None,
+    tensors: _Tensors, norm_type: float, error_if_nonfinite: bool, max_norm: float | None = None
 ) -> Tensor:
     """The norm, after clipping if `max_norm` is given; TypeError if torch must do it."""
     wide, dtypes = _C.norm(tensors, norm_type)
@@ -98,10 +97,7 @@ def _norm(
 
 
 def _clip(
-    parameters: list[Tensor] | tuple[Tensor, ...],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
+    parameters: _Tensors, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
     """Clip and return the norm; None, with nothing written, if the gradients must go elsewhere."""
     try:
@@ -129,10 +125,7 @@ def _for_device(tensor: object) -> bool:
 
 
 def _norm_on_device(
-    tensors: list[Tensor] | tuple[Tensor, ...],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    max_norm: float | None = None,
+    tensors: _Tensors, norm_type: float, error_if_nonfinite: bool, max_norm: float | None = None
 ) -> Tensor:
     """The norm, after clipping if `max_norm` is given; waits only for `error_if_nonfinite`."""
     wide = torch.empty((), dtype=torch.float64, device=tensors[0].device)
@@ -144,7 +137,7 @@ def _norm_on_device(
     return norm
 
 
-def _scale(grads: list[Tensor] | tuple[Tensor, ...], max_norm: float, norm: float) -> bool:
+def _scale(grads: _Tensors, max_norm: float, norm: float) -> bool:
     """Multiply by min(1, max_norm / (norm + 1e-6)); NaN counts as below 1, as in torch.clamp.
 
     True if the gradients were written; TypeError, before that, if they cannot be.
@@ -193,8 +186,7 @@ def clip_grad_norm_(
     parameters = _ready(parameters)
     if is_generator and not parameters:
         warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.",
-            stacklevel=2,
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2
         )
     # By the parameters: a rank without gradients must not leave the others waiting.
     divided = any_dtensor(parameters)
@@ -299,9 +291,7 @@ def clip_grads_with_norm_(
 
 
 def clip_grad_value_(
-    parameters: Tensor | Iterable[Tensor],
-    clip_value: float,
-    foreach: bool | None = None,
+    parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
 ) -> None:
     """Clamp every element of the gradients to [-clip_value, clip_value]; NaN stays NaN.
 

@@ -34,10 +34,7 @@ class Installed:
     """
 
     def __init__(
-        self,
-        window: Window,
-        scaler: torch.amp.GradScaler | None,
-        schedulers: Sequence[LRScheduler],
+        self, window: Window, scaler: torch.amp.GradScaler | None, schedulers: Sequence[LRScheduler]
     ) -> None:
         self._window = window
         self._scaler = scaler

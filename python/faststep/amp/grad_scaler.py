@@ -127,11 +127,7 @@ class GradScaler(UnscalingScaler):
             )
 
     def step(
-        self,
-        optimizer: Optimizer,
-        *args: Any,
-        max_norm: float | None = None,
-        **kwargs: Any,
+        self, optimizer: Optimizer, *args: Any, max_norm: float | None = None, **kwargs: Any
     ) -> float | None:
         """Unscale the gradients, check them, clip them if asked, and step the optimizer.
 
@@ -364,11 +360,7 @@ class GradScaler(UnscalingScaler):
         return own.keys().isdisjoint(_PASSES) or all(is_torchs(own.get(name)) for name in _PASSES)
 
     def _clip_before_step(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, optimizer: Optimizer, max_norm: float, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Unscale and clip in place, for an optimizer that cannot clip inside its step."""
         refuse_shards(optimizer)

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dtensor import (
-    is_dtensor,
-    local_of,
-    replicate,
-    set_local,
-    spec_of,
-)
+from .._torch.dtensor import is_dtensor, local_of, replicate, set_local, spec_of
 
 # States that are not divided: the step count and the 0-d states of NAdam and ASGD, of which ranks
 # have the same, and the scales of this rank's codes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -45,13 +45,10 @@ def weakly(method: Callable[..., _Result]) -> Callable[..., _Result | None]:
     return _Weakly(method)
 
 
-class _Known(Generic[_Entry]):
-    __slots__ = ("entry", "handle", "param")
-
-    def __init__(self, param: Tensor, entry: _Entry, handle: Any) -> None:
-        self.param = weakref.ref(param)
-        self.entry = entry
-        self.handle = handle  # removes the hook; None without one
+class _Known(NamedTuple):
+    param: weakref.ref[Tensor]
+    entry: Any
+    handle: Any  # removes the hook; None without one
 
 
 class Hooked(Generic[_Entry]):
@@ -65,7 +62,7 @@ class Hooked(Generic[_Entry]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known[_Entry]] = {}
+        self._known: dict[int, _Known] = {}
         weakref.finalize(self, _remove, self._known).atexit = False
 
     def __len__(self) -> int:
@@ -112,7 +109,7 @@ class Hooked(Generic[_Entry]):
             param.requires_grad_(True)  # torch takes no hook of a frozen one
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             param.requires_grad_(not is_frozen)
-        self._known[id(param)] = _Known(param, entry, handle)
+        self._known[id(param)] = _Known(weakref.ref(param), entry, handle)
 
     def keep_only(self, params: Iterable[Tensor]) -> None:
         """Let go of all other parameters."""
@@ -124,12 +121,12 @@ class Hooked(Generic[_Entry]):
         _remove(self._known)
 
 
-def _remove(known: dict[int, _Known[Any]]) -> None:
+def _remove(known: dict[int, _Known]) -> None:
     for one in known.values():
         _remove_one(one)
     known.clear()
 
 
-def _remove_one(known: _Known[Any]) -> None:
+def _remove_one(known: _Known) -> None:
     if known.handle is not None:
         known.handle.remove()

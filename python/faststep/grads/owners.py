@@ -50,9 +50,7 @@ class ByOptimizer(Generic[_Value]):
         return [one for one in self._all() if one is not optimizer]
 
     def having(
-        self,
-        tensors: Iterable[Tensor],
-        tensors_of: Callable[[Optimizer], list[Tensor]] = params_of,
+        self, tensors: Iterable[Tensor], tensors_of: Callable[[Optimizer], list[Tensor]] = params_of
     ) -> list[Optimizer]:
         """The optimizers with a value to which one of these tensors belongs.
 

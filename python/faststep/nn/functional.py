@@ -90,11 +90,7 @@ _Smoothed._backward_cls.__name__ = "AddBackward0"
 
 
 def _curved(
-    slope: Tensor,
-    likelihoods: Tensor,
-    by: Tensor,
-    given: _Arguments,
-    factors: Tensor | None,
+    slope: Tensor, likelihoods: Tensor, by: Tensor, given: _Arguments, factors: Tensor | None
 ) -> Tensor:
     """The product of the derivative of the slope, a symmetric matrix per row, and a tensor."""
     target, weight, ignored, _, smoothing = given

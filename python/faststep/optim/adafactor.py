@@ -35,14 +35,7 @@ def _rule_of(group: dict[str, Any]) -> Rule:
     if eps1 is None:  # as torch with foreach=False: that of the first parameter, for all
         first = next((p for p in group["params"] if p.grad is not None), None)
         eps1 = 0.0 if first is None or first.is_complex() else torch.finfo(first.dtype).eps
-    hyper = (
-        number(lr),
-        group["beta2_decay"],
-        eps1,
-        eps2,
-        group["d"],
-        group["weight_decay"],
-    )
+    hyper = (number(lr), group["beta2_decay"], eps1, eps2, group["d"], group["weight_decay"])
     return Rule(_NUMBER, _STATES, True, hyper, group["maximize"])
 
 

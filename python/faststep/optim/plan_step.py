@@ -82,11 +82,7 @@ def agree(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
     norm = torch.stack([n.double() for n in norms]).square().sum().sqrt() if norms else None
     flag = (torch.stack([f.float() for f in flags]) != 0.0).any().float() if flags else None
     return {
-        device: Scalars(
-            row.grad_scale,
-            on_device(flag, device),
-            on_device(norm, device),
-        )
+        device: Scalars(row.grad_scale, on_device(flag, device), on_device(norm, device))
         for device, row in scalars.items()
     }
 

@@ -21,10 +21,7 @@ __all__ = ["Release", "release_gradients"]
 
 
 def release_gradients(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    clip: Clip | None = None,
+    model: nn.Module, optimizer: Optimizer, *, clip: Clip | None = None
 ) -> Release:
     """Update each parameter in backward, while its gradient is in the cache, and free the gradient.
 
