@@ -308,6 +308,7 @@ def test_ranks_of_several_machines_that_could_not_meet(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (tmp_path / "train.py").touch()
     done = doctor(tmp_path, *options, "train.py")
     assert done.returncode == 1
     assert said in done.stderr

@@ -83,6 +83,6 @@ def test_both_reports_say_all() -> None:
         assert said in html, said
     assert "waits &lt;for&gt; its DataLoader &amp; more" in html
     assert "nan" not in html
-    assert html.count("<polyline") == 4  # losses of three runs, and memory
+    assert html.count("<polyline") == 3  # losses
     assert "http" not in html
     assert "<script" not in html

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from faststep import doctor
 from faststep.doctor import _in_order
-from faststep.doctor.findings import Suspect
+from faststep.doctor.findings import Suspect, suspects
 from faststep.doctor.runs import DoctorError
 from faststep.doctor.trials import Trials
+
+from .test_doctor import QUIET
 
 EVERYTHING = {"parts": ["optim", "amp", "clip", "data", "loss", "memory", "threads"]}
 MEMORY, WORKERS = {"parts": ["memory"]}, {"loader": {"num_workers": 2}}
@@ -193,3 +196,29 @@ def test_what_changes_training_comes_last_unless_it_is_accepted() -> None:
     assert [*kept] == ["w", "all of `run`", "bf16", "memory", "channels"]
     kept, others = _in_order(suspected, known, [], ["memory", "compile"])
     assert ([*kept], [*others]) == (["memory", "compiled"], [])
+
+
+def test_an_accepted_remedy_that_is_unknown_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: Any = Runs({}, seconds=0.0)
+    found = {**QUIET, "losses": [], "peak": 0, "cuda": False, "loaders": []}
+    monkeypatch.setattr(runs, "measure", lambda *args, **kwargs: found)
+    monkeypatch.setattr(doctor, "notes", lambda found: [])
+    said: list[str] = []
+    doctor.examine(runs, True, accept=["autocast to bf17"], say=said.append)
+    [line] = [one for one in said if "bf17" in one]
+    assert line.startswith("--accept 'autocast to bf17' is no remedy that is tried")
+    assert "all of `run`" in line
+
+
+def test_the_optimizer_and_clipping_are_one_cause_for_one_remedy() -> None:
+    """A gain is not said twice: the dearer of the two is blamed."""
+    torchs = {
+        "class": "AdamW", "module": "torch.optim.adamw", "tensors": 2, "steps": 50,
+        "bytes": 8, "denormals": 0.0, "place": ["adamw.py", 1],
+    }  # fmt: skip
+    for shares, cause in (((2.0, 0.5), "slow-optimizer"), ((0.5, 2.0), "slow-clipping")):
+        phases = dict(zip(("optimizer", "clipping"), shares, strict=True))
+        [suspect] = suspects({**QUIET, "phases": phases, "optimizers": [torchs]})
+        assert (suspect.cause, suspect.most) == (cause, pytest.approx(0.5))
+    alone = suspects({**QUIET, "phases": {"optimizer": 2.0, "clipping": 0.5}, "optimizers": []})
+    assert [one.cause for one in alone] == ["slow-clipping"]

@@ -15,6 +15,7 @@ from ..doctor import KINDS, MINUTES, SURE, Answer, DoctorError, examine, scratch
 from ..doctor.nodes import Nodes
 from ..doctor.runs import GRACE, Runs
 from ..doctor.sandbox import Kind, is_available
+from ..run.cores import counted
 from .console import CommandError, positive, some_of, table, writable
 from .doctor_page import page
 from .run import parsed
@@ -77,20 +78,17 @@ def run_doctor(argv: Sequence[str]) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     nodes = _nodes(arguments, ranks)
     sandbox = "none" if arguments.in_place else _sandbox(arguments.network, ranks)
+    until = time.monotonic() + 60.0 * (arguments.minutes or MINUTES)
+    runs = Runs(program, until, arguments.network, sandbox, ranks, nodes)
     try:
         if os.environ.get("RANK", "0") != "0":
-            until = time.monotonic() + 60.0 * (arguments.minutes or MINUTES)
-            Runs(program, until, arguments.network, sandbox, ranks, nodes).follow()
+            runs.follow()
             return 0
         answer = examine(
-            program,
-            arguments.minutes,
-            arguments.network,
-            sandbox,
+            runs,
+            arguments.minutes is not None,
             arguments.accept,
             arguments.only,
-            ranks,
-            nodes,
             say=lambda text: print(f"faststep doctor: {text}", file=sys.stderr, flush=True),
         )
     except DoctorError as error:
@@ -159,12 +157,12 @@ def report(answer: Answer) -> str:
     parts = [
         answer.verdict,
         f"A step takes {1e3 * step['mean']:.3g} ms (median {1e3 * step['median']:.3g} ms of "
-        f"{step['count']}), in {said['threads']} threads on {said['cores']} cores; peak memory "
+        f"{step['count']}), in {counted(said['threads'])} on {said['cores']} cores; peak memory "
         f"{said['peak'] / 2**20:.0f} MiB.",
     ]
     bars = [
         f"{name:16} {share:>6.1%}  {'#' * round(WIDTH * share)}"
-        for name, share in answer.parts_of_a_step()
+        for name, share in answer.phases.items()
     ]
     parts.append("\n".join(bars))
     parts.append("\n".join(answer.of_the_machine()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 
 from ..doctor import Answer
@@ -34,7 +34,7 @@ def page(answer: Answer) -> str:
         f"<p>A step takes {1e3 * step['mean']:.3g} ms: the mean of {step['count']}.</p>",
         *(f"<p>{escape(text)}</p>" for text in answer.of_the_machine()),
         "<h2>A step</h2>",
-        _bar(answer.parts_of_a_step()),
+        _bar(answer.phases),
     ]
     if answer.findings:
         parts += ["<h2>Findings</h2>", "<ol>"]
@@ -54,7 +54,6 @@ def page(answer: Answer) -> str:
     if answer.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in answer.notes)
         parts.append(f"<h2>The system</h2><ul>{notes}</ul>")
-    parts += ["<h2>Memory of the C library, over the steps</h2>", _curve(answer.found["allocated"])]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>faststep doctor</title>'
@@ -63,11 +62,11 @@ def page(answer: Answer) -> str:
     return f"{head}<body>{''.join(parts)}</body></html>\n"
 
 
-def _bar(shares: Sequence[tuple[str, float]]) -> str:
+def _bar(shares: Mapping[str, float]) -> str:
     """The step as one bar, and what its colours are."""
-    total = sum(share for _, share in shares) or 1.0
+    total = sum(shares.values()) or 1.0
     at, boxes, keys = 0.0, [], []
-    for (name, share), colour in zip(shares, COLOURS, strict=False):
+    for (name, share), colour in zip(shares.items(), COLOURS, strict=False):
         width = 1000.0 * share / total
         title = f"{name}: {share:.1%}"
         boxes.append(
@@ -93,24 +92,12 @@ def _losses(answer: Answer) -> str:
     """The losses of the script as it is and of each trial, over each other."""
     curves = {"as it is": answer.found["losses"]}
     curves |= {trial.remedy: trial.losses for trial in answer.trials}
-    keys = [_key(name, colour) for name, colour in zip(curves, COLOURS, strict=False)]
-    return f'{_curves("losses", [*curves.values()])}<ul class="key">{"".join(keys)}</ul>'
-
-
-def _curve(values: Sequence[int]) -> str:
-    """Bytes over the steps, from 0 up."""
-    most = max(values, default=0)
-    return f"{_curves('memory', [values], 0.0)}<p>At most {most / 2**20:.0f} MiB.</p>"
-
-
-def _curves(title: str, curves: Sequence[Sequence[float]], least: float | None = None) -> str:
-    """Lines over the same steps, from the least of all values or a given one to the largest."""
-    finite = [value for curve in curves for value in curve if math.isfinite(value)]
-    bottom = min(finite, default=0.0) if least is None else least
+    finite = [value for curve in curves.values() for value in curve if math.isfinite(value)]
+    bottom = min(finite, default=0.0)
     height = max(finite, default=1.0) - bottom or 1.0
-    last = max(1, *(len(curve) - 1 for curve in curves))
-    lines = []
-    for curve, colour in zip(curves, COLOURS, strict=False):
+    last = max(1, *(len(curve) - 1 for curve in curves.values()))
+    lines, keys = [], []
+    for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
         points = " ".join(
             f"{1000 * number / last:.1f},{150 - 140 * (value - bottom) / height:.1f}"
             for number, value in enumerate(curve)
@@ -118,7 +105,11 @@ def _curves(title: str, curves: Sequence[Sequence[float]], least: float | None =
         )
         line = f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         lines.append(line)
-    return f'<svg viewBox="0 0 1000 160" role="img"><title>{title}</title>{"".join(lines)}</svg>'
+        keys.append(_key(name, colour))
+    return (
+        f'<svg viewBox="0 0 1000 160" role="img"><title>losses</title>{"".join(lines)}</svg>'
+        f'<ul class="key">{"".join(keys)}</ul>'
+    )
 
 
 def _key(name: str, colour: str) -> str:

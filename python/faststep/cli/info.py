@@ -45,11 +45,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
 def _instruction_set(cpu: dict[str, Any]) -> str:
     forced = os.environ.get("FASTSTEP_CPU")
     missing = [level for level in cpu["compiled"] if level not in cpu["supported"]]
@@ -125,7 +120,7 @@ def collect() -> dict[str, str]:
         "torch": f"{torch.__version__}, CPU kernels {torch.backends.cpu.get_cpu_capability()}",
         "Python": f"{platform.python_version()} {platform.python_implementation()}{threading}",
         "system": platform.platform(),
-        "processor": f"{cpu_model()}, {_usable_cores()} cores usable by this process",
+        "processor": f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores usable by this process",
         "instruction set": _instruction_set(dict(cpu)),
         "threads": _thread_pool(cpu["threads"]),
         "unchanged tensors": _records_in_use(),

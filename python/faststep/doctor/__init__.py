@@ -6,13 +6,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from ..run.program import Program
 from .findings import LEAST, OPTIMIZER, Suspect, suspects
-from .nodes import Nodes
 from .phases import PHASES
 from .remedies import ALL, KINDS, general, is_chosen
 from .runs import DoctorError, Length, Runs
-from .sandbox import Kind
 from .system import notes
 from .trials import CHANGING, SURE, Remedies, Trial, Trials
 
@@ -38,7 +35,7 @@ class Answer(NamedTuple):
     """The answer of the doctor."""
 
     verdict: str
-    phases: dict[str, float]
+    phases: dict[str, float]  # shares of a step, largest first
     findings: list[Finding]
     trials: list[Trial]
     best: Trial | None
@@ -69,10 +66,6 @@ class Answer(NamedTuple):
             "system": self.notes,
             "cpu": self.found["cpu"],  # seconds per second
         }
-
-    def parts_of_a_step(self) -> list[tuple[str, float]]:
-        """The phases and their shares, largest first."""
-        return sorted(self.phases.items(), key=lambda one: -one[1])
 
     def of_the_machine(self) -> list[str]:
         """Sentences on what this machine does in a second, and what a step needs of it."""
@@ -121,43 +114,37 @@ class Answer(NamedTuple):
 
 
 def examine(
-    program: Program,
-    minutes: float | None = None,
-    network: bool = False,
-    sandbox: Kind = "namespaces",
+    runs: Runs,
+    is_timed: bool = False,
     accept: Collection[str] = (),
     only: Collection[str] = (),
-    ranks: int = 1,
-    nodes: Nodes | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Answer:
     """Run a script several times, each of them thrown away, and say what bounds it.
 
     Args:
-        program: the script.
-        minutes: the most time that this takes. Default: 3, and 1.5 if a step takes below 0.2 s.
-        network: let the script use the network. Default: False, the loopback alone.
-        sandbox: the kind of sandbox that it runs in; without one, what it writes stays. Default:
-            namespaces.
+        runs: of the script.
+        is_timed: take all of their time where a step takes below 0.2 s, too, and not half of it.
         accept: remedies, by name, that the best combination may have though they change training.
             Default: none.
         only: kinds of remedies that are tried, of `KINDS`. Default: all that need not be named.
-        ranks: the processes of the script, as torchrun starts them. Default: 1.
-        nodes: the machines of these. Default: this one.
         say: is told what happens.
 
     Raises:
         DoctorError: the script fails, or trains no step in this time.
     """
     begun = time.monotonic()
-    until = begun + 60.0 * (minutes or MINUTES)
-    runs = Runs(program, until, network, sandbox, ranks, nodes)
     say("running the script as it is")
     base = runs.measure(FIRST, tries=True, only=only)
-    if minutes is None and mean_step(base) < SHORT_STEP:
+    if not is_timed and mean_step(base) < SHORT_STEP:
         runs.until = begun + FEW_SECONDS
     suspected, trials = suspects(base), Trials(runs, base, accept, say)
     may_be_kept, others = _in_order(suspected, dict(general(base)), accept, only)
+    known = {**may_be_kept, **others}
+    for name in accept:
+        if name not in known:
+            names = ", ".join(known) or "there are none"
+            say(f"--accept {name!r} is no remedy that is tried on this script: {names}")
     trials.make(may_be_kept)
     best = trials.together()
     trials.make(others)
@@ -168,7 +155,8 @@ def examine(
     findings.sort(key=lambda one: (one.gain != 1.0, -one.gain))  # errors first
     total = sum(base["steps"])
     phases = {phase: base["phases"].get(phase, 0.0) / total for phase in PHASES}
-    shown = {phase: share for phase, share in phases.items() if share}
+    shown = {name: phases[name] for name in sorted(phases, key=lambda one: -phases[one])}
+    shown = {name: share for name, share in shown.items() if share}
     verdict = _verdict(base, shown, findings, trials.made)
     said = notes(base)
     return Answer(verdict, shown, findings, trials.made, best, base, trials.left, said)

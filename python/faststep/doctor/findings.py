@@ -168,6 +168,8 @@ def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
     if main["module"].startswith("faststep."):
         return
     if main["module"].startswith("torch.optim"):
+        if share < _share(found, total, "clipping"):
+            return  # one cause, which one remedy serves
         text = f"torch's {main['class']} steps {main['tensors']} tensors: faststep's is faster"
         most = share + _share(found, total, "clipping") + _share(found, total, "scaler")
         yield Suspect("slow-optimizer", SAVED * share, text, OPTIMIZER, most=most)
@@ -187,10 +189,11 @@ def _clipping(found: Found, total: float) -> Iterator[Suspect]:
     by_hand = [entry for entry in _lines(found, "everything else") if source_lines.clips(entry[1])]
     text = "gradients are clipped one by one in Python: call torch.nn.utils.clip_grad_norm_"
     yield from _spent_in("slow-clipping", by_hand, total, text, 0.9)
-    share = _share(found, total, "clipping")
-    if share >= LEAST:
+    share, updating = (_share(found, total, phase) for phase in ("clipping", "optimizer"))
+    is_torchs = any(one["module"].startswith("torch.optim") for one in found["optimizers"])
+    if share >= LEAST and not (is_torchs and updating >= share):
         text = "torch's clipping takes this: faststep's optimizer clips in fewer passes"
-        most = share + _share(found, total, "optimizer") + _share(found, total, "scaler")
+        most = share + updating + _share(found, total, "scaler")
         line = _place(_lines(found, "clipping"))
         yield Suspect("slow-clipping", share, text, OPTIMIZER, line, most=most)
 

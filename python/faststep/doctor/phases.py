@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import linecache
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from types import CodeType
 import torch
 
 from .. import _C
+from .source_lines import source
 
 PHASES = (
     *("data", "forward", "backward", "clipping", "scaler", "optimizer", "communication"),
@@ -91,12 +91,8 @@ def _without_grad(path: str) -> list[range]:
 
     Not those of a teacher, of the other player of a GAN, or of an agent that acts.
     """
-    lines = linecache.getlines(path)
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:  # of a file that has changed since it was run
-        return []
-    found = []
+    text, tree = source(path)
+    lines, found = text.splitlines(keepends=True), []
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             asks = [item.context_expr for item in node.items]

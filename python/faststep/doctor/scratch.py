@@ -18,7 +18,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -128,8 +128,8 @@ class _Overlay:
             self._put(os, name, self._remove)
         for name in ("rename", "replace"):
             self._put(os, name, self._rename)
-        self._put(os, "listdir", self._list)
-        self._put(os, "scandir", self._scan)
+        for name in ("listdir", "scandir"):
+            self._put(os, name, self._scan)
         self._put(os, "mkdir", self._make)
         self._put(os, "symlink", self._symlink)
         self._put(os, "link", self._link)
@@ -322,23 +322,15 @@ class _Overlay:
         is_there = os.path.lexists(before)
         return before if is_there else self._writable(path, keeps=False, follow=False)
 
-    def _list(self, function: Any, path: Any = ".") -> Any:
-        found = self._folder_of(path)
-        return function(self._place_of(path)) if found is None else list(found)
-
     def _scan(self, function: Any, path: Any = ".") -> Any:
-        found = self._folder_of(path)
-        return function(self._place_of(path)) if found is None else _Entries(found)
-
-    def _folder_of(self, path: Any) -> dict[str, os.DirEntry[str]] | None:
-        """The entries of a folder, None for what is none, or is left alone."""
         name = self._named(path)
         if name is None or not os.path.isdir(self._place_of(path)):
-            return None
-        return self._entries(name)
+            return function(self._place_of(path))
+        found = self._entries(name)
+        return list(found) if function.__name__ == "listdir" else _Entries(found)
 
 
-class _Entries:
+class _Entries(AbstractContextManager["_Entries"]):
     """As os.scandir gives them."""
 
     def __init__(self, entries: dict[str, os.DirEntry[str]]) -> None:
@@ -349,9 +341,6 @@ class _Entries:
 
     def __next__(self) -> os.DirEntry[str]:
         return next(self._left)
-
-    def __enter__(self) -> _Entries:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

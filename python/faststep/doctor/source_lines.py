@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import linecache
 import re
-from pathlib import Path
 
 PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
 READS = re.compile(r"\.item\(\)|\.tolist\(\)")
@@ -15,16 +15,17 @@ CLIPS = re.compile(r"norm|clip|clamp|max_")
 
 
 @functools.cache
-def _source(file: str) -> tuple[str, ast.Module | None]:
+def source(file: str) -> tuple[str, ast.Module]:
+    """The text of a file, and its tree; both empty if it is gone, or has changed into no Python."""
     try:
-        text = Path(file).read_text()
+        text = "".join(linecache.getlines(file))
         return text, ast.parse(text)
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return "", None
+    except SyntaxError:
+        return "", ast.Module([], [])
 
 
 def _text_of(file: str, line: int) -> str:
-    lines = _source(file)[0].splitlines()
+    lines = source(file)[0].splitlines()
     return lines[line - 1] if 0 < line <= len(lines) else ""
 
 
@@ -71,11 +72,11 @@ def _on_gradients(place: tuple[str, int] | None) -> list[str]:
 
 def _around(place: tuple[str, int]) -> list[tuple[ast.AST, str]]:
     """The loops, functions and assignments around a line with their texts, innermost first."""
-    text, tree = _source(place[0])
+    text, tree = source(place[0])
     kinds = (ast.For, ast.FunctionDef, ast.ListComp, ast.GeneratorExp, ast.Assign)
     around = [
         node
-        for node in ast.walk(tree or ast.Module([], []))
+        for node in ast.walk(tree)
         if isinstance(node, kinds) and node.lineno <= place[1] <= (node.end_lineno or node.lineno)
     ]
     around.sort(key=lambda one: (one.end_lineno or one.lineno) - one.lineno)
@@ -85,7 +86,7 @@ def _around(place: tuple[str, int]) -> list[tuple[ast.AST, str]]:
 def line_of(file: str, name: str) -> int | None:
     """Where a variable grows."""
     grows = re.compile(rf"\b{re.escape(name)}\s*(\+=|\.append\(|=.*\b{re.escape(name)}\b)")
-    for number, line in enumerate(_source(file)[0].splitlines(), 1):
+    for number, line in enumerate(source(file)[0].splitlines(), 1):
         if grows.search(line):
             return number
     return None
