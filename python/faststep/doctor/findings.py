@@ -118,14 +118,12 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
     }
     keep[OURS] = {"parts": ["data"]}
     if share >= LEAST:
-        anew = any(use["method"] != "fork" for use in restarted)
-        text = (
-            "every epoch starts the loader's workers again, and each imports the script and its "
-            "modules first: pass persistent_workers=True, or fork"
-            if anew
-            else "every epoch starts the loader's workers again: pass persistent_workers=True"
-        )
-        yield Suspect("spawn-imports" if anew else "workers-restarted", share, text, keep, line)
+        cause, how = "workers-restarted", "pass persistent_workers=True"
+        if any(use["method"] != "fork" for use in restarted):
+            cause = "spawn-imports"
+            how = f"each imports the script and its modules first: {how}, or fork"
+        text = f"every epoch starts the loader's workers again: {how}"
+        yield Suspect(cause, share, text, keep, line)
     rest = data - share
     if rest < max(LEAST, share):  # one cause, which both remedies serve
         return
@@ -225,12 +223,7 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
 def _communication(found: Found, total: float) -> Iterator[Suspect]:
     last, share = _late(found), _share(found, total, "communication")
     if last is not None:
-        text = (
-            f"the others wait for rank {last.rank}, where {last.phase} takes {last.there:.0%} of a "
-            f"step and {last.elsewhere:.0%} elsewhere: give all ranks as much to do"
-        )
-        changes = _feeds(found) if last.phase == "data" else {}
-        yield Suspect("uneven-ranks", last.share, text, changes, needs_trial=False)
+        yield last
     rest = share if last is None else max(0.0, share - last.share)
     if found["is_ddp"]:
         yield from _exposed_by_ddp(rest)
@@ -245,25 +238,7 @@ def _communication(found: Found, total: float) -> Iterator[Suspect]:
     yield from _spent_in("exposed-communication", by_script, total, text, rest / (share or 1.0))
 
 
-class _Late(NamedTuple):
-    """A rank that has more to do in each step than the others.
-
-    Attributes:
-        rank: its number.
-        phase: that which differs most.
-        share: of a step, for which the others wait.
-        there: the phase's share of a step in this rank.
-        elsewhere: the same in the others, their median.
-    """
-
-    rank: int
-    phase: str
-    share: float
-    there: float
-    elsewhere: float
-
-
-def _late(found: Found) -> _Late | None:
+def _late(found: Found) -> Suspect | None:
     """The rank but 0 that lets others wait most, if by more than looks at stacks may be wrong."""
     total = sum(found["steps"])
     waits = WAITS | OF_DDP if found["is_ddp"] else WAITS
@@ -281,8 +256,12 @@ def _late(found: Found) -> _Late | None:
     others = [phases for rank, phases in shares.items() if rank != last]
     usuals = {phase: median(one.get(phase, 0.0) for one in others) for phase in own_phases}
     phase = max(own_phases, key=lambda one: shares[last].get(one, 0.0) - usuals[one])
-    there = shares[last].get(phase, 0.0)
-    return _Late(last, phase, own[last] - usual, there, usuals[phase])
+    text = (
+        f"the others wait for rank {last}, where {phase} takes {shares[last].get(phase, 0.0):.0%} "
+        f"of a step and {usuals[phase]:.0%} elsewhere: give all ranks as much to do"
+    )
+    changes = _feeds(found) if phase == "data" else {}
+    return Suspect("uneven-ranks", own[last] - usual, text, changes, needs_trial=False)
 
 
 def _exposed_by_ddp(share: float) -> Iterator[Suspect]:

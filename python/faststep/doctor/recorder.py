@@ -42,20 +42,13 @@ MOST_LINES = 60
 
 
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
-            *("uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def _allocated() -> Callable[[], int]:
     """The function that says how many bytes the C library has given out; 0 without glibc."""
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo2 is None:
-        return lambda: 0
+    mallinfo2: Any = getattr(ctypes.CDLL(None), "mallinfo2", _Mallinfo2)
     mallinfo2.restype = _Mallinfo2
 
     def count() -> int:

@@ -11,13 +11,14 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..run.changes import preloading
 from ..run.program import Program
-from . import sandbox
 from .fork_server import POLLED, ForkServer
 from .nodes import Nodes
+from .sandbox import Kind, environment, sandboxed
 
 _REFUSED = re.compile(r"[Pp]ermission|unable to open")  # the latter by SQLite
 _OFFLINE = re.compile(r"name resolution|Name or service not known|[Nn]etwork is unreachable")
@@ -36,38 +37,30 @@ class Length(NamedTuple):
     most: float = 1.0
 
 
+@dataclass(eq=False)
 class Runs:
     """Makes them, until the time is over.
 
-    Attributes:
-        until: as given; may be set.
-
     Args:
         program: the script.
-        until: `time.monotonic()` of the end.
+        until: `time.monotonic()` of the end; may be set.
         network: let the script use the network.
         sandbox: the kind of sandbox that it runs in.
         ranks: the processes of the script.
         nodes: the machines of these, if there are several.
+
+    Attributes:
+        started: seconds that a run takes beside measuring, as the newest one has shown.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        until: float,
-        network: bool,
-        sandbox: sandbox.Kind,
-        ranks: int = 1,
-        nodes: Nodes | None = None,
-    ) -> None:
-        self._program = program
-        self.until = until
-        self._network = network
-        self._ranks = ranks
-        self._nodes = nodes
-        self._sandbox = sandbox
-        self._servers: dict[str, ForkServer] = {}  # by the library that they load first
-        self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
+    program: Program
+    until: float
+    network: bool
+    sandbox: Kind
+    ranks: int = 1
+    nodes: Nodes | None = None
+    started: float = field(default=0.0, init=False)
+    _servers: dict[str, ForkServer] = field(default_factory=dict, init=False)  # by what they load
 
     @property
     def left(self) -> float:
@@ -101,14 +94,14 @@ class Runs:
             "least_steps": length.least_steps,
             "most_seconds": most,
             "until": max(self.until - 1.0, begun + 5.0),
-            "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
+            "tries": tries and self.ranks == 1,  # else all ranks would have to turn them
             "only": [*only],
-            "address": "127.0.0.1" if self._nodes is None else self._nodes.address,
+            "address": "127.0.0.1" if self.nodes is None else self.nodes.address,
             "ports": free_ports(2),
             "rounds": rounds,
             "change": change or {},
         }
-        beside = contextlib.nullcontext() if self._nodes is None else self._nodes.running(order)
+        beside = contextlib.nullcontext() if self.nodes is None else self.nodes.running(order)
         with tempfile.TemporaryFile() as answer, beside:
             self._run(order, answer.fileno())
             answer.seek(0)
@@ -129,8 +122,8 @@ class Runs:
 
     def follow(self) -> None:
         """Run the ranks of this machine as often as that of rank 0 does, until it has enough."""
-        assert self._nodes is not None
-        self._nodes.follow(lambda order, is_over: self._run(order, None, is_over))
+        assert self.nodes is not None
+        self.nodes.follow(lambda order, is_over: self._run(order, None, is_over))
 
     def _run(
         self,
@@ -142,12 +135,12 @@ class Runs:
         with tempfile.TemporaryDirectory(prefix="faststep-") as empty:
             order = {
                 **order,
-                "sandbox": self._sandbox,
+                "sandbox": self.sandbox,
                 "empty": empty,
-                "network": self._network,
-                "program": self._program,
-                "ranks": self._ranks,
-                "local": self._ranks if self._nodes is None else self._nodes.local,
+                "network": self.network,
+                "program": self.program,
+                "ranks": self.ranks,
+                "local": self.ranks if self.nodes is None else self.nodes.local,
             }
             server = self._server_with(order["change"].get("preload", ""))
             server.begin(order, answer)
@@ -170,20 +163,20 @@ class Runs:
             return server
 
         def wrap(command: Sequence[str]) -> Sequence[str]:
-            if self._sandbox != "namespaces":
+            if self.sandbox != "namespaces":
                 return command
-            return sandbox.sandboxed(command, self._network)
+            return sandboxed(command, self.network)
 
-        variables = sandbox.environment(os.environ, self._network)
+        variables = environment(os.environ, self.network)
         server = ForkServer(wrap, preloading(library, variables) if library else variables)
         self._servers[library] = server
         weakref.finalize(self, server.kill)
         return server
 
     def _hint(self, error: str) -> str:
-        if not self._network and _OFFLINE.search(error):
+        if not self.network and _OFFLINE.search(error):
             return "\nThe script has no network here, unless --network is passed."
-        if self._sandbox != "scratch" or not _REFUSED.search(error):
+        if self.sandbox != "scratch" or not _REFUSED.search(error):
             return ""
         return (
             "\nWithout namespaces only Python's own functions and torch.save may write files, and "
