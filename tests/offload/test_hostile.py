@@ -189,6 +189,22 @@ def test_parameters_move_between_steps(in_backward: bool) -> None:
     assert_same(*found)
 
 
+def test_a_parameter_gets_its_first_memory_back() -> None:
+    """With other values, and after a step that has seen it elsewhere."""
+    found = []
+    for offloads in (True, False):
+        model, optimizer, _ = made(offloads)
+        before = model.first.data
+        model.first.data = before.clone()
+        optimizer.step()
+        before.fill_(0.5)
+        model.first.data = before
+        model().backward()
+        optimizer.step()
+        found.append(bits(model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
 def test_a_parameter_of_another_type_without_a_gradient() -> None:
     found = []
     for offloads in (True, False):

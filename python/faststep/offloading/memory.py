@@ -108,6 +108,8 @@ class Copies:
         self.wait()
         params = []
         for number, (param, place) in enumerate(self.places):
+            if place.told not in (0, param.data_ptr()):  # memory of before may come again
+                place.written = (-1, 0)
             place.number, place.seen, place.told = number, None, param.data_ptr()
             copies = (place.values, place.grad, place.sums, *place.rooms.values())
             if self.link is not None:
