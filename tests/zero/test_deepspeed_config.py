@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.functional import mse_loss
 
 import faststep
@@ -409,7 +410,7 @@ def test_offload(asked: dict[str, Any], is_offloaded: bool, named: tuple[str, ..
 
 @on_ranks(2)
 def test_offload_on_ranks(rank: int, world: int) -> None:
-    """At stage 3 it is named; below, each rank has its part of the states in host memory."""
+    """Each rank has its part of the states in host memory; at stage 3 only with its parameters."""
     asked = {"offload_optimizer": {"device": "cpu"}}
     for stage in (1, 2, 3):
         config = usual(fp16=None, zero_optimization={"stage": stage, **asked})
@@ -417,4 +418,17 @@ def test_offload_on_ranks(rank: int, world: int) -> None:
         named = optimizer.not_honoured == ("steps_per_print", "zero_optimization.offload_optimizer")
         assert named == (stage == 3)
         assert (optimizer._owned in offloading) == (stage != 3)
+        assert trained(config, rank, 6) == pytest.approx(by_torch(rank, world, 6, RATES), rel=1e-5)
+    for more in ({"offload_param": {"device": "cpu"}}, {"cpu_offload_params": True}):
+        config = usual(fp16=None, zero_optimization={"stage": 3, **asked, **more})
+        model = net()
+        optimizer = zero.from_deepspeed_config(model, None, config)
+        assert optimizer.not_honoured == ("steps_per_print",)
+        states = [
+            module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+        ]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+        assert groups
+        assert all(isinstance(one.offload_policy, CPUOffloadPolicy) for one in groups)
+        assert any("offload='params'" in line for line in lines_for(config))
         assert trained(config, rank, 6) == pytest.approx(by_torch(rank, world, 6, RATES), rel=1e-5)

@@ -345,13 +345,22 @@ def test_errors_change_nothing(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_stage_3_is_refused(rank: int, world: int) -> None:
+def test_what_cannot_be_offloaded(rank: int, world: int) -> None:
     model = nn.Linear(8, 8)
-    check_error(
-        lambda: zero.shard(model, adamw(model), stage=3, offload="optimizer"),
-        "NotImplementedError: shard(stage=3) has no offload so far: call "
-        "fully_shard(offload_policy=CPUOffloadPolicy())",
-    )
+    for stage, offload, text in (
+        (
+            3,
+            "optimizer",
+            "NotImplementedError: shard(stage=3) cannot offload states alone: pass "
+            'offload="params"',
+        ),
+        (2, "params", 'ValueError: offload="params" is for stage 3'),
+        (1, "all", 'ValueError: offload must be None, "optimizer" or "params", not \'all\''),
+    ):
+        check_error(
+            lambda s=stage, o=offload: zero.shard(model, adamw(model), stage=s, offload=o), text
+        )
+    assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 ALONE: list[dict[str, Any]] = [
@@ -384,9 +393,3 @@ def test_one_process(options: dict[str, Any], scaled: bool) -> None:
     dtype = BF16 if "master_weights" in options else F32
     run = both(0, loop, adamw, [dtype], **options)
     assert len(run.answers) == 4
-
-
-def test_another_word_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="offload must be None or \"optimizer\", not 'all'"):
-        zero.shard(model, adamw(model), offload="all")  # type: ignore[arg-type]

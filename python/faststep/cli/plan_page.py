@@ -147,14 +147,11 @@ def _lines(planned: Planned, best: Way) -> str:
             lines.append("    # DistributedDataParallel(model, gradient_as_bucket_view=True)")
         if best.offloads:
             lines.append("    faststep.offload(optimizer, model=model)")
-    elif best.stage == 3 and best.offloads:
-        policy = "fully_shard(block, offload_policy=CPUOffloadPolicy())"
-        lines.insert(0, f"    # {policy} of each block, and of the model; then")
-        lines.append("    faststep.release_gradients(model, optimizer)")
     else:
         bucket = "" if best.stage == 3 or planned.bucket_mb == 25 else planned.bucket_mb
         more = f", bucket_mb={bucket}" if bucket else ""
-        more += ', offload="optimizer"' if best.offloads else ""
+        what = "params" if best.stage == 3 else "optimizer"
+        more += f', offload="{what}"' if best.offloads else ""
         lines.append(
             f"    optimizer = faststep.zero.shard(model, optimizer, stage={best.stage}{more})"
         )

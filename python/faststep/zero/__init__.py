@@ -40,7 +40,7 @@ def shard(
     master_weights: bool | Literal["fp32", "remainder16"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
-    offload: Literal["optimizer"] | None = None,
+    offload: Literal["optimizer", "params"] | None = None,
     timeout: float = 60,
 ) -> ShardedOptimizer:
     """Spread optimizer states, updates, gradients (stage 2) and parameters (stage 3) over ranks.
@@ -94,8 +94,9 @@ def shard(
             Those that hold over a third of the model, as stages or stacks do, are taken apart. The
             result has their names as `blocks`.
         offload: "optimizer" keeps states and masters in host memory, and updates the parameters
-            there: each rank those that it owns. See :func:`faststep.offload` and docs/offload.md.
-            Default: None.
+            there: each rank those that it owns; stages 1 and 2, and one process at any stage. See
+            :func:`faststep.offload`. "params" keeps a rank's parts of parameters and gradients
+            there too, by torch's CPUOffloadPolicy, at stage 3. See docs/offload.md. Default: None.
         timeout: seconds within which all ranks must come to `shard`, `state_dict` and
             `load_state_dict`. After it those that have come raise an error that names the others,
             before anything is sent, and can go on. Messages of backward and `step` have the timeout
@@ -111,6 +112,7 @@ def shard(
             with NCCL.
         ValueError: an argument out of range, a parameter that is not the model's, or one in fp16
             with `master_weights="remainder16"`.
+        NotImplementedError: `offload="optimizer"` at stage 3, or "params" in one process.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
             gradient or hooks.
@@ -133,8 +135,10 @@ def shard(
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
-    if offload not in (None, "optimizer"):
-        raise ValueError(f'offload must be None or "optimizer", not {offload!r}')
+    if offload not in (None, "optimizer", "params"):
+        raise ValueError(f'offload must be None, "optimizer" or "params", not {offload!r}')
+    if offload == "params" and stage != 3:
+        raise ValueError('offload="params" is for stage 3: stages 1 and 2 offload "optimizer"')
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, not {timeout}")
     check_limit("max_grad_norm", max_grad_norm)

@@ -37,8 +37,8 @@ from .step.slice_optimizer import Kind, options_of
 from .transport.group import Group, group_of
 
 _NO_OFFLOAD = (
-    "shard(stage=3) has no offload so far: call fully_shard(offload_policy=CPUOffloadPolicy()) "
-    "and faststep.release_gradients() of the optimizer; or take stage 2; nothing was changed"
+    'shard(stage=3) cannot offload states alone: pass offload="params", or take stage 2; nothing '
+    "was changed"
 )
 
 
@@ -55,7 +55,7 @@ def build(
     kind = fused_class_of(optimizer, asked.kept)
     if asked.max_grad_norm is None:
         asked = asked._replace(max_grad_norm=getattr(optimizer, "_max_grad_norm", None))
-    stage, max_grad_norm = asked.stage, asked.max_grad_norm
+    stage = asked.stage
     wrapper = model if isinstance(model, DistributedDataParallel) else None
     if stage == 3 and wrapper is not None:
         raise TypeError(
@@ -79,10 +79,10 @@ def build(
     group.check_alike([str(asked) + wrapped, *_described(model, optimizer, taken)])
     refuse_taken(model.named_parameters(), taken)
     if stage == 3:
-        if asked.offload:
+        if asked.offload == "optimizer":
             raise NotImplementedError(_NO_OFFLOAD)
         fused = _fused(kind, optimizer, asked)
-        return _fully(model, optimizer, fused, max_grad_norm, group, blocks)
+        return _fully(model, optimizer, fused, asked, group, blocks)
     admit(named, ())
     device = device_of(named or list(model.named_parameters()))
     group.use_device(device)
@@ -97,7 +97,7 @@ def build(
     engine.group.broadcast([*(bucket.params.flat for bucket in engine.buckets), *others])
     cut_states(engine, _begun_states(optimizer, asked.kept.masters))
     optimizer.state.clear()
-    made = ShardedOptimizer(optimizer, engine.slices.fused, engine, max_grad_norm, group)
+    made = ShardedOptimizer(optimizer, engine.slices.fused, engine, asked.max_grad_norm, group)
     if asked.offload:
         engine.offload()
     return made
@@ -107,6 +107,11 @@ def _alone(
     model: nn.Module, optimizer: Optimizer, fused: FusedOptimizer, asked: Options
 ) -> ShardedOptimizer:
     """In a single process."""
+    if asked.offload == "params":
+        raise NotImplementedError(
+            'shard(offload="params") needs a process group of several ranks: call '
+            "faststep.offload(), which keeps the states in host memory; nothing was changed"
+        )
     if asked.offload:
         fused._is_asked_to_unscale = True  # as a sharded optimizer is
         offload(fused, model=model if asked.gather == "forward" else None)
@@ -117,7 +122,7 @@ def _fully(
     model: nn.Module,
     optimizer: Optimizer,
     fused: FusedOptimizer,
-    max_grad_norm: float | None,
+    asked: Options,
     group: Group,
     blocks: Sequence[nn.Module] | None,
 ) -> ShardedOptimizer:
@@ -125,10 +130,10 @@ def _fully(
     blocks = blocks_of(model) if blocks is None else blocks
     check_fully(model, optimizer, blocks)
     sharded = announce(model, blocks, is_default and not group.rank)
-    shard_fully(model, fused, group, blocks)
+    shard_fully(model, fused, group, blocks, asked.offload == "params")
     optimizer.state.clear()
     check = Watch(model, blocks, fused, group).check_step
-    made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=check)
+    made = ShardedOptimizer(optimizer, fused, None, asked.max_grad_norm, group, before_step=check)
     made.blocks = sharded
     return made
 

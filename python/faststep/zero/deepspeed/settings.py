@@ -92,23 +92,31 @@ def settings_of(
         shard["max_grad_norm"] = limit
     if dtype:
         shard["master_weights"] = masters
-    if _offloads(config, stage, ranks):
-        shard["offload"] = "optimizer"
+    if offload := _offload(config, stage, ranks):
+        shard["offload"] = offload
     batch = _batch(config, ranks)
     unread = config.unread()
     return Settings(shard, dtype, scaler, kind, options, scheduler, rates, *batch, unread)
 
 
-def _offloads(config: Reader, stage: int, ranks: int | None) -> bool:
-    """Whether states lie in host memory: at stages 1 and 2, and in one process at stage 3 too.
+def _offload(config: Reader, stage: int, ranks: int | None) -> str | None:
+    """What lies in host memory: states, or at stage 3 parameters with their states.
 
-    Without ZeRO DeepSpeed does not offload either. Its older name for the device is a flag.
+    Without ZeRO DeepSpeed does not offload either. Its older names for the device are flags.
     """
-    section = "zero_optimization.offload_optimizer"
-    if not stage or (stage == 3 and ranks != 1):
-        return False
-    if not config.raw(section) and config.raw("zero_optimization.cpu_offload") is True:
-        config.mark("zero_optimization.cpu_offload")
+    several = stage == 3 and ranks != 1
+    if several and not _is_on_host(config, "offload_param", "cpu_offload_params"):
+        return None  # fully_shard cannot offload states alone
+    if stage and _is_on_host(config, "offload_optimizer", "cpu_offload"):
+        return "params" if several else "optimizer"
+    return "params" if several else None
+
+
+def _is_on_host(config: Reader, name: str, flag: str) -> bool:
+    """Whether a section asks for host memory; marks what is honoured then."""
+    section, flag = f"zero_optimization.{name}", f"zero_optimization.{flag}"
+    if not config.raw(section) and config.raw(flag) is True:
+        config.mark(flag)
         return True
     if config.raw(f"{section}.device") != "cpu":
         return False

@@ -82,18 +82,23 @@ def _refuse_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def shard_fully(
-    model: nn.Module, optimizer: Optimizer, group: Group, blocks: Sequence[nn.Module]
+    model: nn.Module,
+    optimizer: Optimizer,
+    group: Group,
+    blocks: Sequence[nn.Module],
+    offloads: bool,
 ) -> None:
     """Shard the blocks, then the rest of the model, and let the optimizer have the new parameters.
 
     All parameters of the optimizer are the model's, and `check_fully` has found nothing. What was
-    sharded before, for another optimizer, stays as it is.
+    sharded before, for another optimizer, stays as it is. With `offloads` the shards, their
+    gradients and states lie in host memory.
 
     All ranks get the parameters and buffers of the group's first rank, as from
     DistributedDataParallel. States are cut as their parameters are, without communication.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     places = [
         (param, module, name)
@@ -103,11 +108,13 @@ def shard_fully(
     ]
     if places:
         group.broadcast([*(param.detach() for param, *_ in places), *model.buffers()])
-        mesh = DeviceMesh.from_group(group.process_group, places[0][0].device.type)
+        device = places[0][0].device.type
+        mesh = DeviceMesh.from_group(group.process_group, device)
+        policy = CPUOffloadPolicy(pin_memory=device == "cuda") if offloads else OffloadPolicy()
         inner_first = sorted(blocks, key=lambda block: sum(1 for _ in block.modules()))
         for module in (*inner_first, model):
             if any(param not in _sharded for param in module.parameters()):
-                fully_shard(module, mesh=mesh)
+                fully_shard(module, mesh=mesh, offload_policy=policy)
     for param, module, name in places:
         _successors[param] = after = getattr(module, name)
         _sharded[after] = None
@@ -162,7 +169,8 @@ def follow_successors(optimizer: Optimizer) -> None:
     def cut(value: Any, before: Tensor, after: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != before.shape or value.dim() == 0:
             return value  # a step counter
-        return distribute_tensor(value, after.device_mesh, after.placements, src_data_rank=None)
+        mesh, placements = after.device_mesh, after.placements
+        return distribute_tensor(value, mesh, placements, src_data_rank=None).to(after.device)
 
     for group in optimizer.param_groups:
         group["params"][:] = [_successors.get(param, param) for param in group["params"]]

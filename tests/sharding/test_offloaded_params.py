@@ -1,0 +1,43 @@
+"""Parameters in host memory at stage 3: `shard(offload="params")`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import faststep
+from faststep import zero
+from ranks import on_ranks
+
+
+@on_ranks(2)
+def test_stage_3_offloads_parameters(rank: int, world: int) -> None:
+    """Parameters, gradients and states of ranks lie in host memory, with the same bits."""
+    models, optimizers = [], []
+    for offload in ("params", None):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+        optimizer = faststep.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()  # states that are there already move too
+        optimizer.zero_grad()
+        blocks = [model[0]]
+        options: Any = {"stage": 3, "blocks": blocks, "max_grad_norm": 0.5, "offload": offload}
+        optimizers.append(zero.shard(model, optimizer, **options))
+        models.append(model)
+        for module in (model, *blocks):
+            policy = module._get_fsdp_state()._fsdp_param_group.offload_policy
+            assert isinstance(policy, CPUOffloadPolicy) == (offload == "params")
+    for number in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(world * number + rank))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, other in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(mine.to_local(), other.to_local())
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
