@@ -74,7 +74,7 @@ class Copies:
                 if self._takes(param) and param not in self.places and param not in self._kept:
                     self._refuse(param)
                     new[param] = group, rule
-        able = [param for param in new if is_able(param)]
+        able = [param for param in new if self._fits(param)]
         most = self._fraction * sum(param.numel() for param in able)
         sizes = itertools.accumulate((param.numel() for param in able), initial=0)
         taken = [param for param, before in zip(able, sizes) if before < most]  # noqa: B905
@@ -86,6 +86,11 @@ class Copies:
 
     def _takes(self, param: Tensor) -> bool:
         return param.requires_grad or self._arrived is None
+
+    def _fits(self, param: Tensor) -> bool:
+        """True for a parameter that the host can have; of a rank's parts of some also empty ones."""
+        is_empty_part = self._arrived is None and self.link is not None and not param.numel()
+        return is_able(param) or is_empty_part
 
     def _take_in(
         self, optimizer: FusedOptimizer, taken: dict[Tensor, tuple[dict[str, Any], Rule]]
@@ -106,11 +111,14 @@ class Copies:
     def tell_threads(self) -> None:
         """Let the threads know where everything lies; gradients are copied anew."""
         self.wait()
-        params = []
-        for number, (param, place) in enumerate(self.places):
+        params: list[tuple[Tensor, ...]] = []
+        for param, place in self.places:
             if place.told not in (0, param.data_ptr()):  # memory of before may come again
                 place.written = (-1, 0)
-            place.number, place.seen, place.told = number, None, param.data_ptr()
+            place.seen, place.told = None, param.data_ptr()
+            if not param.numel():
+                continue
+            place.number = len(params)
             copies = (place.values, place.grad, place.sums, *place.rooms.values())
             if self.link is not None:
                 there = param.detach()
@@ -148,7 +156,7 @@ class Copies:
                 "offload() does not take parameters that are divided over ranks so far (DTensor, "
                 "FullyShardedDataParallel)"
             )
-        if self.link is not None and not is_able(param):
+        if self.link is not None and not self._fits(param):
             raise NotImplementedError(
                 f"offload() takes CUDA parameters with elements and without gaps, not one of shape "
                 f"{tuple(param.shape)}, strides {param.stride()} and type {param.dtype}"
@@ -182,7 +190,8 @@ class Copies:
 
     def goes(self, place: Place) -> None:
         """Called when the update of a parameter is allowed."""
-        self._under_way.add(place.number)
+        if place.number >= 0:
+            self._under_way.add(place.number)
         if self.waits is not None:
             self.waits.cover(place.number)
 

@@ -150,7 +150,7 @@ class Offload:
         self._copies.follow()
         for param, place in pairs:
             if place is not None and param.grad is not None:
-                late = not place.has(param.grad)
+                late = place.number >= 0 and not place.has(param.grad)
                 place.wanted = place.arrivals + late  # its hooks were too early
                 if late:
                     self.bring(place, param.grad)

@@ -78,6 +78,8 @@ class Slab:
     def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of a tensor's shape and strides, and of its dtype or another one."""
         dtype, count = dtype or like.dtype, like.numel()
+        if not count:
+            return torch.empty(like.size(), dtype=dtype, device="cpu")
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._used)
         self._used += -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
         return flat.as_strided(like.size(), like.stride()).detach()

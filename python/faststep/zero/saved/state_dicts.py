@@ -249,7 +249,7 @@ def _plain(engine: Engine, values: Tensor, state: Mapping[str, Any], key: str) -
     """An entry of the state of a part, as torch's class would have it."""
     value: Tensor = shown(state, key, shard_of(engine.slices.fused, values))
     if key == MASTER and value.dtype is torch.int16:
-        value = joined(values, value)
+        value = joined(values, value.to(values.device))
     return value.detach().reshape(-1)
 
 

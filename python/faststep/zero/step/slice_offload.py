@@ -49,7 +49,7 @@ class SliceOffload(Offload):
         for slot in slots:
             part = slot.part
             place = None if part is None else self._copies.places.of(part.values)
-            if part is None or place is None:
+            if part is None or place is None or place.number < 0:
                 continue
             place.arrivals = place.arrivals + 1 if slot.held else 1
             if place.arrivals >= place.wanted and fits(place, part.values, part.grad):
