@@ -88,7 +88,7 @@ class Copies:
         return param.requires_grad or self._arrived is None
 
     def _fits(self, param: Tensor) -> bool:
-        """True for a parameter that the host can have; of a rank's parts of some also empty ones."""
+        """True for a parameter that the host can have; empty parts of some are such, too."""
         is_empty_part = self._arrived is None and self.link is not None and not param.numel()
         return is_able(param) or is_empty_part
 
