@@ -151,7 +151,7 @@ def test_copies_begin_in_backward(rank: int, world: int, gather: Any) -> None:
     all_parts: list[int] = []
     run = both(rank, loop, adamw, [F32], gather=gather)
     parts = all_parts[0]
-    assert parts > 2
+    assert parts > 1
     assert after == [parts, 2 * parts, parts, 2 * parts, parts, 2 * parts], after
     assert len(run.copied) == 4 * parts
 
