@@ -117,6 +117,19 @@ def world(device: late.Late) -> Iterator[late.Late]:
     gc.collect()
 
 
+def test_a_learning_rate_on_the_device(world: late.Late) -> None:
+    twins = Twins(world)
+    rate = torch.tensor(0.03)
+    twins.a.param_groups[0]["lr"] = rate
+    twins.b.param_groups[0]["lr"] = twins.new(rate, late=False)
+    for step in range(2):
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        assert_same(bits(twins.found()), bits([p.detach() for p in twins.cpu]))
+        twins.b.zero_grad()
+
+
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_bits(world: late.Late, stored: str, max_norm: float | None) -> None:

@@ -11,14 +11,14 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import HOST, devices_of
+from .._devices import HOST, HOST_ONLY
 from .._torch.optim import dtypes_of, increment_version
 from .._torch.ranks import world_size
 from ..grads.buckets import reducing_model
@@ -37,11 +37,11 @@ from .unfit import refuse_capture, unfit
 
 
 class HostStepper(Stepper):
-    """Makes the steps of an offloaded optimizer."""
+    """Makes the steps of an offloaded optimizer, wherever its parameters lie on the host."""
 
-    def __init__(self, offload: Offload, params: Iterable[Tensor]) -> None:
+    def __init__(self, offload: Offload) -> None:
         super().__init__()
-        self.devices = devices_of(params)
+        self.devices = HOST_ONLY
         self._offload = offload
 
     def step(self, plan_step: PlanStep, request: StepRequest) -> StepAnswer:
@@ -90,7 +90,7 @@ class Offload:
         self._scaled = Scaled(optimizer) if self._has_hooks else None
         if in_backward:
             releasing.set(optimizer, self)
-        optimizer._stepper = HostStepper(self, params_of(optimizer))
+        optimizer._stepper = HostStepper(self)
         offloading.set(optimizer, self)
 
     # ---- gradients
