@@ -38,13 +38,6 @@ static void FST_T(accumulate_power)(size_t n, double *lanes, const REAL *from, R
         lanes[i] += pow(fabs((double)(from[i] * factor)), power);
 }
 
-static void (*const FST_T(reductions)[])(size_t n, double *restrict lanes,
-                                         const REAL *restrict from, REAL factor) = {
-    [FST_NORM_SQUARES] = FST_T(fst_loop_squares), [FST_NORM_ABS] = FST_T(fst_loop_abs),
-    [FST_NORM_MAX] = FST_T(fst_loop_max),         [FST_NORM_MIN] = FST_T(fst_loop_min),
-    [FST_NORM_NONZERO] = FST_T(fst_loop_nonzero),
-};
-
 static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm_kind norm,
                             double power, double factor)
 {
@@ -56,10 +49,26 @@ static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, 
         const size_t n = count - done < STRIP ? count - done : STRIP;
         prefetch(op, at, reach(count, done));
         const REAL *x = FST_T(load)(op, scratch, at, n);
-        if (norm == FST_NORM_POWER)
+        switch (norm) {
+        case FST_NORM_SQUARES:
+            FST_T(fst_loop_squares)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_ABS:
+            FST_T(fst_loop_abs)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_MAX:
+            FST_T(fst_loop_max)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_MIN:
+            FST_T(fst_loop_min)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_NONZERO:
+            FST_T(fst_loop_nonzero)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_POWER:
             FST_T(accumulate_power)(n, lanes, x, (REAL)factor, power);
-        else
-            FST_T(reductions)[norm](n, lanes, x, (REAL)factor);
+            break;
+        }
     }
     return fold_lanes(lanes, count, norm);
 }

@@ -328,8 +328,8 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
 @pytest.mark.parametrize(
     ("dtype", "options", "per_element"),
     [
-        (torch.float32, {}, 16),
-        (torch.bfloat16, {"master_weights": "fp32"}, 16),
+        pytest.param(torch.float32, {}, 16, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, {"master_weights": "fp32"}, 16, marks=pytest.mark.slow),
         (torch.bfloat16, {"master_weights": "remainder16", "state_dtype": "int8"}, 8.07),
     ],
 )

@@ -346,4 +346,5 @@ def test_a_profile_has_torchs_name_of_each_batch() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         batches = len(list(loader))
     names = [event.name for event in profile.events()]
-    assert names.count("enumerate(DataLoader)#ArrayIterator.__next__") == batches + 1
+    name = "_SingleProcessDataLoaderIter"  # of the iterator that torch has
+    assert names.count(f"enumerate(DataLoader)#{name}.__next__") == batches + 1

@@ -94,7 +94,7 @@ def differences(theirs: Any, ours: Any, where: str = "", tolerance: float = 1e-4
         for at, (mine, other) in enumerate(zip(theirs, ours, strict=True)):
             yield from differences(mine, other, f"{where}[{at}]", tolerance)
     elif type(theirs) is float and type(ours) is float:
-        near = abs(theirs - ours) <= tolerance * max(1e-3, abs(theirs))
+        near = abs(theirs - ours) <= tolerance * max(1e-2, abs(theirs))
         if not (near or theirs == ours or (theirs != theirs and ours != ours)):
             yield f"{where}: {theirs} with torch, {ours} with faststep"
     elif type(theirs) is not type(ours) or theirs != ours:
