@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import _C
-from ..._devices import HOST, HOST_ONLY, devices_of
+from ..._devices import HOST, devices_of
 from ..._torch.checkpoint import wanted_states
 from ..._torch.optim import increment_version
 from ...clip import clip_grads_with_norm_
@@ -118,8 +118,8 @@ class SliceOptimizer:
         self._group_of = {
             id(slot.param): number for number, members in enumerate(grouped) for slot in members
         }
-        has_host = self._offload is not None
-        self._stepper.devices = HOST_ONLY if has_host else devices_of(params_of(self.fused))
+        if self._offload is None:  # else the stepper has those of the copies on the host
+            self._stepper.devices = devices_of(params_of(self.fused))
         self.fused._shards = self._shards_of(groups)
         self.forget()
         if self._offload is not None:
