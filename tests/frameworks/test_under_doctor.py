@@ -54,7 +54,8 @@ def assert_is_healthy(found: dict[str, Any], *phases: str) -> None:
     assert {"forward", "backward", *phases} <= found["phases"].keys()
     wrong = [one for one in suspects(found) if one.is_error or not one.needs_trial]
     # Their evaluations take some 5 % of the time, more where other programs run.
-    assert [one for one in wrong if one.is_error or one.share > 0.1] == []
+    seldom = [one for one in wrong if one.cause == "evaluation-in-loop" and one.share < 0.1]
+    assert [one for one in wrong if one not in seldom] == []
 
 
 @pytest.mark.parametrize("package", SCRIPTS)
