@@ -118,6 +118,22 @@ def _deepspeed(parameters: Sequence[Parameter]) -> Round:
         raise UnavailableError(f"its compilation at run time failed: {reason}") from error
 
 
+def _deepspeed_chain(parameters: Sequence[Parameter]) -> Round:
+    """What DeepSpeed's offloaded stages do on the host: norms, scale and clip at once, the step."""
+    step = _deepspeed(parameters)
+
+    @torch.no_grad()
+    def chain() -> None:
+        grads = [param.grad for param in parameters if param.grad is not None]
+        norm = torch.stack([grad.norm(2) for grad in grads]).norm(2)
+        clip = ((norm / INIT_SCALE + 1e-6) / MAX_NORM).clamp(min=1.0)
+        for grad in grads:
+            grad.mul_(1.0 / (clip * INIT_SCALE))
+        step()
+
+    return chain
+
+
 def _optimi(name: str, parameters: Sequence[Parameter]) -> Round:
     make = getattr(_rival("optimi", "torch-optimi"), name)
     return _step(make, parameters, weight_decay=0.01)
@@ -155,6 +171,7 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
             Contender("torch fused", partial(torch_chain, fused=True)),
             Contender("torch foreach", partial(torch_chain, foreach=True)),
             Contender("torch default", torch_chain),
+            Contender("DeepSpeedCPUAdam", _deepspeed_chain),
         ),
         "adamw": (
             Contender(OURS, _torch_step(faststep.optim.AdamW)),

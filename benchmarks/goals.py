@@ -79,6 +79,7 @@ def _goals() -> tuple[Goal, ...]:
         Goal("chain", MANY_SMALL, "torch fused", 50.0),
         Goal("chain", MANY_SMALL, "torch foreach", 100.0),
         Goal("chain", MANY_SMALL, "torch default", 100.0),
+        Goal("chain", "GPT-2 small", "DeepSpeedCPUAdam", 1.6),
         *(Goal("chain", label, "torch fused", 1.2, SWAPPED) for label in LARGE),
         Goal("chain", MANY_SMALL, "torch fused", 15.0, SWAPPED),
         Goal("adamw", MANY_SMALL, "torch fused", 25.0),

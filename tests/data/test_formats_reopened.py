@@ -84,7 +84,8 @@ def test_nothing_stays_open(tmp_path: Path, kind: str) -> None:
     def work() -> None:
         before = times_open(path)
         assert dataset[7]["x"] if kind == "json" else dataset[7]["x"].tolist() == [14, 15]
-        assert times_open(path) == before + 1
+        # HDF5 finds that its parent has the file open, and reads at places of that descriptor.
+        assert times_open(path) == before + (kind != "chunks")
 
     child(work)
     dataset.close()

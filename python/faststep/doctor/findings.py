@@ -19,7 +19,7 @@ PASSES = 8  # how often an update reads or writes a parameter's bytes, its state
 SAVED = 0.7  # of the optimizer's share, by a faster one
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
-LOOKS = 100  # at the stack of a rank, per second
+LOOKS = 100  # at a stack, per second
 WAITS = {"communication", "backward"}  # phases in which ranks may wait for each other
 OF_DDP = {"forward"}  # which has its own in it
 OPTIMIZER: dict[str, dict[str, Any]] = {FASTSTEPS: {"parts": ["optim", "amp", "clip"]}}
@@ -71,6 +71,11 @@ def _share(found: Found, total: float, phase: str) -> float:
     return float(found["phases"].get(phase, 0.0)) / total
 
 
+def _least(total: float) -> float:
+    """What a share of LEAST may seem by chance, where looks were taken for so many seconds."""
+    return LEAST + 2.0 * math.sqrt(LEAST * (1.0 - LEAST) / (LOOKS * total))
+
+
 def _switched(found: Found, name: str, otherwise: float) -> float:
     """The share of a step that a switch has surely saved, if it was tried."""
     gain = found["switched"].get(name)
@@ -92,7 +97,7 @@ def _spent_in(
 ) -> Iterator[Suspect]:
     """Time spent in lines of the script, of which a remedy that cannot be tried saves a part."""
     share = sum(entry[3] for entry in entries) / total
-    if share >= LEAST:
+    if share >= _least(total):
         line = _place(entries, outer=False)
         yield Suspect(cause, share * saved, text, {}, line, needs_trial=False)
 
@@ -203,11 +208,11 @@ def _clipping(found: Found, total: float) -> Iterator[Suspect]:
 def _beside(found: Found, total: float) -> Iterator[Suspect]:
     share = _share(found, total, "checkpoint")
     line = _place(_lines(found, "checkpoint"))
-    if share >= LEAST:
+    if share >= _least(total):
         text = "the loop saves checkpoints this often: save fewer, or in a thread"
         yield Suspect("checkpoint-in-loop", share, text, {}, line, needs_trial=False)
     share = _share(found, total, "evaluation")
-    if share >= LEAST and found["evaluated"] * OFTEN >= 1.0:
+    if share >= _least(total) and found["evaluated"] * OFTEN >= 1.0:
         text = f"the loop evaluates every {1 / found['evaluated']:.0f} steps: do so more seldom"
         line = _place(_lines(found, "evaluation"))
         yield Suspect("evaluation-in-loop", share, text, {}, line, needs_trial=False)
