@@ -127,7 +127,7 @@ def test_declarations_match_those_of_torch(tmp_path: Path) -> None:
         ("int32_t ndim;", "int64_t ndim;"),
         ("uint64_t flags;", "uint32_t flags;"),
         ("FST_DL_BFLOAT = 4", "FST_DL_BFLOAT = 3"),
-        ("    void (*managed_tensor_to_py_object)(void);\n", ""),
+        ("    void (*managed_tensor_allocator)(void);\n", ""),
     ],
 )
 def test_a_wrong_declaration_is_noticed(tmp_path: Path, right: str, wrong: str) -> None:
