@@ -116,7 +116,7 @@ class Late:
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.stride() == source.stride()
         assert target.dtype == source.dtype
-        size = ctypes.c_size_t(target.untyped_storage().nbytes())
+        size = ctypes.c_size_t(target.nbytes)
         to, place = ctypes.c_uint64(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
         handle = ctypes.c_void_p(self.current.handle)
         self.must("cuMemcpyHtoDAsync_v2", to, place, size, handle)

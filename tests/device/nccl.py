@@ -6,8 +6,10 @@ work sees it. So a wait that is missing shows in the values. It is also checked 
 the same collectives in one order, that nobody writes to what a collective may still read, and that
 all work is waited for.
 
-torch's own operators on tensors of the device run at once. Before each, what the current stream
-holds back is run, and of other streams what it has waited for.
+torch's own operators on tensors of the device run at once. Before each that reads or writes
+elements, what the current stream holds back is run, and of other streams what it has waited for.
+Copies from and to page-locked memory run late. Operators of several tensors want them on one
+device.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from faststep import _C, zero
+from faststep.offloading import places
+from faststep.zero.saved import sliced
 from zero.common import _sum
 
 from . import fake
-from .late import Event, Late, Stream
+from .late import Cudart, Event, Late, Stream
 
 events = itertools.count()  # of all streams
+ASKING = {  # functions that neither read nor write elements
+    "__get__", "data_ptr", "detach", "dim", "is_floating_point", "is_neg", "numel", "size",
+    "stride", "untyped_storage",
+}  # fmt: skip
+BETWEEN_DEVICES = {"__set__", "__setitem__", "copy_", "equal"}
 
 
 class Work:
@@ -197,6 +206,17 @@ class Nccl:
             self.late.machine.library.fake_cuda_free(ctypes.c_void_p(self._staged.pop()))
 
 
+def _check_devices(func: Any, args: Sequence[Any]) -> None:
+    """As torch does: numbers of the host may come to an operator on a device, and no more."""
+    if func.__name__ in BETWEEN_DEVICES:
+        return
+    every = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [one for one in every if isinstance(one, Tensor)]
+    if any(isinstance(one, fake.OnCuda) for one in tensors):
+        strange = [one for one in tensors if type(one) is Tensor and one.is_cpu and one.dim()]
+        assert not strange, f"{func.__name__} of tensors on two devices"
+
+
 def _group_even_of_one(process_group: Any, replicate_group: Any, timeout: float) -> Any:
     made = zero.transport.group.group_of(process_group, replicate_group, timeout)
     return zero.transport.group.Group(dist.group.WORLD, timeout) if made is None else made
@@ -210,7 +230,8 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     busy: list[bool] = []
 
     def in_order(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not busy:
+        _check_devices(func, args)
+        if not busy and func.__name__ not in ASKING:
             busy.append(True)
             try:
                 late.current.synchronize()
@@ -226,6 +247,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
         late.must("cuEventRecord", event.handle, ctypes.c_void_p(handle))
         event.source, event.number = handle, next(events)
 
+    plain, copy, zeros = fake.plain, torch.Tensor.copy_, torch.zeros
     empty, empty_like, tensor, wrapper = (
         torch.empty,
         torch.empty_like,
@@ -248,6 +270,31 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
             fake._note_wait("torch.tensor")
         return tensor(*args, device=device, **rest)
 
+    def new_zeros(*args: Any, **rest: Any) -> Tensor:
+        """In memory of the driver, which copies from and to it."""
+        made = zeros(*args, **rest)
+        if not isinstance(made, fake.OnCuda):
+            return made
+        lasting = fake.allocated(made.shape, made.dtype)
+        plain(lasting).zero_()
+        return lasting
+
+    def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not non_blocking or source.is_cuda is target.is_cuda or not target.numel():
+            copy(target, source, non_blocking)  # whose result would be of the class of its source
+        elif source.is_cuda and late.is_pinned(target):
+            late.copy_from(source, target)
+        elif target.is_cuda and late.is_pinned(source):
+            late.upload(target, source)
+        else:
+            copy(target, source, non_blocking)
+        return target
+
+    def in_order_plain(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, fake.OnCuda):
+            late.current.synchronize()
+        return plain(tensor)
+
     note_wait = fake._note_wait
 
     def wait(name: str) -> None:
@@ -258,18 +305,27 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     patch.setattr(fake.OnCuda, "__torch_function__", classmethod(in_order))
     patch.setattr(Event, "synchronize", synchronize, raising=False)
     patch.setattr(Event, "record", record)
+    patch.setattr(fake, "plain", in_order_plain)
+    patch.setattr(torch.Tensor, "copy_", copy_)
+    patch.setattr(torch, "zeros", new_zeros)
     patch.setattr(torch, "empty", new_empty)
     patch.setattr(torch, "empty_like", new_like)
     patch.setattr(torch, "tensor", new_tensor)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(late))
-    patch.setattr(torch.cuda, "Event", lambda: Event(late))
+    patch.setattr(torch.cuda, "Event", lambda blocking=False: Event(late))
+    patch.setattr(torch.cuda, "cudart", lambda: Cudart(late))
     patch.setattr(torch.cuda, "current_stream", lambda device=None: late.current)
     patch.setattr(torch.cuda, "stream", late.use)
     building = importlib.import_module("faststep.zero.build")
+    patch.setattr(places, "KINDS", (*places.KINDS, fake.OnCuda))
     patch.setattr(zero.admitted, "_PLAIN", (*zero.admitted._PLAIN, *fake.TYPES))
     # One rank sends to itself, which is what one GPU can test.
     patch.setattr(building, "group_of", _group_even_of_one)
+    to_copy = sliced._CHANGES[torch.ops.aten._to_copy.default]
+    patch.setattr(  # which goes to no device
+        sliced.SlicedState, "to", lambda state, *_, **how: state._changed(to_copy, how)
+    )
     patch.setattr(
         zero.transport.group, "backend_for", lambda group, kind: "gloo" if kind == "cpu" else "nccl"
     )

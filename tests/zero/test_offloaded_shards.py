@@ -20,7 +20,7 @@ from offload.common import assert_same, bits
 from ranks import on_ranks
 
 from .checkpoints import load, remove, save, shared_folder
-from .common import Given, check_error, error_of, grads_for
+from .common import HOST, Given, Place, check_error, error_of, grads_for
 from .common import optimizer_of as named_optimizer_of
 from .test_few_bits import SETS, optimizer_of
 
@@ -41,9 +41,12 @@ class Run:
         make: Callable[[nn.Module], Any],
         dtypes: list[torch.dtype],
         shapes: Any = SHAPES,
+        place: Place = HOST,
+        beside_host: bool = False,
         **options: Any,
     ) -> None:
-        self.model = Given(shapes, dtypes)
+        self.place, self.beside_host = place, beside_host
+        self.model = place.moved(Given(shapes, dtypes))
         self.optimizer = zero.shard(
             self.model, make(self.model), offload=offload, bucket_mb=0.1, **options
         )
@@ -68,10 +71,18 @@ class Run:
 
         self.handle.step, self.handle.bring = noted, brought
 
+    def backward(self, grads: list[Tensor], scaler: Any = None) -> None:
+        if self.beside_host:  # CUDA adds bf16 gradients of ranks up in bf16
+            grads = [_short(grad) if grad.dtype is BF16 else grad for grad in grads]
+        loss = self.model(grads)
+        self.place.backward(loss if scaler is None else scaler.scale(loss))
+
     def note(self) -> None:
         self.optimizer.wait()
-        self.found += bits(*self.model.parameters(), self.optimizer.last_grad_norm)
-        self.found.append(self.optimizer.step_was_skipped)
+        was_skipped = self.optimizer.step_was_skipped
+        self.found += bits(*self.model.parameters(), was_skipped)
+        if not (self.beside_host and was_skipped):  # which CUDA has measured
+            self.found += bits(self.optimizer.last_grad_norm)
 
     def end(self) -> list[Any]:
         assert None not in self.answers  # left to the step without offload
@@ -80,8 +91,12 @@ class Run:
         )
 
 
+def _short(grad: Tensor) -> Tensor:
+    return (grad * 8).round().clamp(-24, 24) / 8
+
+
 def step(run: Run, rank: int, seed: int, scale: float = 1.0) -> None:
-    run.model(grads_for(run.model, seed, rank, scale=scale)).backward()
+    run.backward(grads_for(run.model, seed, rank, scale=scale))
     run.optimizer.step()
     run.note()
     run.optimizer.zero_grad()
@@ -92,13 +107,22 @@ def plain(run: Run, rank: int) -> None:
         step(run, rank, seed)
 
 
-def both(rank: int, loop: Callable[[Run, int], None], *args: Any, **options: Any) -> Run:
-    """The loop leaves the same bits with offload and without."""
-    runs = [Run(offload, *args, **options) for offload in (None, "optimizer")]
+def both(
+    rank: int,
+    loop: Callable[[Run, int], None],
+    *args: Any,
+    place: Place = HOST,
+    **options: Any,
+) -> Run:
+    """The loop leaves the same bits with offload and without, here and in host memory."""
+    kinds = [(None, HOST), (None, place), ("optimizer", place)]
+    runs = [Run(how, *args, place=where, **options) for how, where in dict.fromkeys(kinds)]
     for run in runs:
         loop(run, rank)
-    assert_same(runs[1].end(), runs[0].end())
-    return runs[1]
+    *others, offloaded = [run.end() for run in runs]
+    for other in others:
+        assert_same(offloaded, other)
+    return runs[-1]
 
 
 ADAMW = {
@@ -111,8 +135,13 @@ ADAMW = {
 
 @on_ranks(2, 3, name=SETS)
 def test_few_bits(rank: int, world: int, name: str) -> None:
+    check_few_bits(rank, name)
+
+
+def check_few_bits(rank: int, name: str, **options: Any) -> Run:
     stage = 1 if name in ("codes", "noise and halves", "clipped") else 2
-    both(rank, plain, lambda m: optimizer_of(name, m), [SETS[name][0]], stage=stage)
+    dtypes = [SETS[name][0]]
+    return both(rank, plain, lambda m: optimizer_of(name, m), dtypes, stage=stage, **options)
 
 
 def adamw(model: nn.Module, **options: Any) -> Any:
@@ -138,7 +167,7 @@ def test_copies_begin_in_backward(rank: int, world: int, gather: Any) -> None:
     def loop(run: Run, rank: int) -> None:
         for seed in range(3):
             for micro in range(2):
-                run.model(grads_for(run.model, seed, rank, micro)).backward()
+                run.backward(grads_for(run.model, seed, rank, micro))
                 if run.handle is not None:
                     parts = len(list(run.handle._copies.places))
                     after.append(len(run.copied) - parts * len(run.answers))
@@ -159,7 +188,10 @@ def test_copies_begin_in_backward(rank: int, world: int, gather: Any) -> None:
 @on_ranks(2, 3, how=["no_sync", "accumulate", "clip", "clip by torch", "values", "set"])
 def test_loops(rank: int, world: int, how: str) -> None:
     """Whatever a script does with gradients between backward and step."""
+    check_loop(rank, how, stage=world - 1)
 
+
+def check_loop(rank: int, how: str, **options: Any) -> None:
     def loop(run: Run, rank: int) -> None:
         model, optimizer = run.model, run.optimizer
         accum = faststep.accumulate(optimizer, 2)
@@ -168,13 +200,13 @@ def test_loops(rank: int, world: int, how: str) -> None:
             if how == "accumulate":
                 for some in grads:
                     with accum:
-                        accum.backward(model(some))
+                        accum.backward(model(some).as_subclass(Tensor))
             elif how == "no_sync":
                 with optimizer.no_sync():
-                    model(grads[0]).backward()
-                model(grads[1]).backward()
+                    run.backward(grads[0])
+                run.backward(grads[1])
             else:
-                model(grads[0]).backward()
+                run.backward(grads[0])
             params = [*model.parameters()]
             if how == "clip":
                 run.found += bits(optimizer.clip_grad_norm_(0.5))
@@ -190,23 +222,27 @@ def test_loops(rank: int, world: int, how: str) -> None:
             run.note()
             optimizer.zero_grad(set_to_none=seed == 1)
 
-    both(rank, loop, adamw, [F32], stage=world - 1)
+    both(rank, loop, adamw, [F32], **options)
 
 
 @on_ranks(2, scaler=["torch", "faststep"], clips=[True, False], dtype=["fp32", "fp16"])
 def test_scalers(rank: int, world: int, scaler: str, clips: bool, dtype: str) -> None:
     """An overflow on one rank skips the step on all; gradients are unscaled by the step."""
-    kind: Any = torch.amp.GradScaler if scaler == "torch" else faststep.amp.GradScaler
+    run = check_scaler(rank, scaler, clips, dtype == "fp16")
+    assert len(run.answers) == 4
 
-    low = dtype == "fp16"
+
+def check_scaler(rank: int, scaler: str, clips: bool, low: bool, **options: Any) -> Run:
+    kind: Any = torch.amp.GradScaler if scaler == "torch" else faststep.amp.GradScaler
 
     def loop(run: Run, rank: int) -> None:
         scaler = kind("cpu", init_scale=8.0, growth_interval=2)
+        scaler._lazy_init_scale_growth_tracker(run.place.claimed(torch.ones(())).device)
         for seed in range(5):
             grads = grads_for(run.model, seed, rank)
             if seed == 2 and rank == 1:
                 grads[4].view(-1)[-1] = torch.inf
-            scaler.scale(run.model(grads)).backward()
+            run.backward(grads, scaler)
             if seed == 3 and not low:
                 scaler.unscale_(run.optimizer)
             scaler.step(run.optimizer)
@@ -216,48 +252,49 @@ def test_scalers(rank: int, world: int, scaler: str, clips: bool, dtype: str) ->
             run.found.append(scaler.get_scale())
             run.optimizer.zero_grad()
 
-    options = {"max_grad_norm": 1.0 if clips else None}
-    run = both(
-        rank,
-        loop,
-        lambda model: adamw(model, **options),
-        [torch.float16 if low else F32],
-        master_weights=low or None,
-    )
-    assert len(run.answers) == 4
+    make = functools.partial(adamw, max_grad_norm=1.0 if clips else None)
+    dtype = torch.float16 if low else F32
+    return both(rank, loop, make, [dtype], master_weights=low or None, **options)
 
 
 @on_ranks(2, 3)
 def test_states_change_sides(rank: int, world: int) -> None:
     """Between runs with and without offload, also at another number of ranks, and through DCP."""
     for name in ("codes and halves", "noise", "clipped"):
-        dtype, stage = SETS[name][0], 3 - min(world, 2)
-        first, second = (
-            Run(how, lambda m: optimizer_of(name, m), [dtype], stage=stage)  # noqa: B023
-            for how in ("optimizer", None)
-        )
-        for run in (first, second):
-            step(run, rank, 0)
-        states = [run.optimizer.state_dict(native="halves" in name) for run in (second, first)]
-        dist.broadcast_object_list(states)
-        for run, state in zip((first, second), states, strict=True):
-            run.optimizer.load_state_dict(copy.deepcopy(state))
-            step(run, rank, 1)
-        assert_same(first.end(), second.end())
-        path = shared_folder()
-        save(first.model, first.optimizer, path / "a")
-        for run in (first, second):
-            step(run, rank, 2)
-            load(run.model, run.optimizer, path / "a")
-            step(run, rank, 3)
-        assert_same(first.end(), second.end())
-        remove(path)
+        check_sides(rank, name, stage=3 - min(world, 2))
+
+
+def check_sides(rank: int, name: str, **options: Any) -> None:
+    first, second = (
+        Run(how, lambda m: optimizer_of(name, m), [SETS[name][0]], **options)
+        for how in ("optimizer", None)
+    )
+    for run in (first, second):
+        step(run, rank, 0)
+    states = [run.optimizer.state_dict(native="halves" in name) for run in (second, first)]
+    dist.broadcast_object_list(states)
+    for run, state in zip((first, second), states, strict=True):
+        run.optimizer.load_state_dict(copy.deepcopy(state))
+        step(run, rank, 1)
+    assert_same(first.end(), second.end())
+    path = shared_folder()
+    for run, file in ((first, "a"), (second, "b")):
+        save(run.model, run.optimizer, path / file)
+    for run, file in ((first, "b"), (second, "a")):
+        step(run, rank, 2)
+        load(run.model, run.optimizer, path / file)
+        step(run, rank, 3)
+    assert_same(first.end(), second.end())
+    remove(path)
 
 
 @on_ranks(2, 3)
 def test_groups_that_change(rank: int, world: int) -> None:
     """Late, frozen and moved parameters, values that a script writes, and new memory for them."""
+    check_groups(rank)
 
+
+def check_groups(rank: int, **options: Any) -> None:
     def make(model: nn.Module) -> Any:
         _, *params = model.parameters()
         params[-1].requires_grad_(False)
@@ -269,6 +306,8 @@ def test_groups_that_change(rank: int, world: int) -> None:
         with torch.no_grad():
             params[3].mul_(0.5)
         step(run, rank, 1)
+        if run.beside_host:  # CUDA adds what is there last
+            first.grad = None
         run.optimizer.add_param_group({"params": [first], "lr": 0.1, "state_dtype": "fp32"})
         params[-1].requires_grad_(True)
         step(run, rank, 2)
@@ -282,11 +321,11 @@ def test_groups_that_change(rank: int, world: int) -> None:
         run.model.load_state_dict({k: v * 2 for k, v in run.model.state_dict().items()})
         step(run, rank, 4)
         run.optimizer.zero_grad()
-        run.model(grads_for(run.model, 9, rank)).backward()
+        run.backward(grads_for(run.model, 9, rank))
         run.optimizer.zero_grad()  # of a batch that is left out
         step(run, rank, 5)
 
-    both(rank, loop, make, [F32])
+    both(rank, loop, make, [F32], **options)
 
 
 @on_ranks(2, 3)
@@ -327,7 +366,7 @@ def test_errors_change_nothing(rank: int, world: int) -> None:
 
     def loop(run: Run, rank: int) -> None:
         step(run, rank, 0)
-        run.model(grads_for(run.model, 1, rank)).backward()
+        run.backward(grads_for(run.model, 1, rank))
         states = run.optimizer._owned.state
         broken = [state for values, state in states.items() if values.numel()][-1]
         kept, broken["exp_avg"] = broken["exp_avg"], torch.ones(5)
