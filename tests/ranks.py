@@ -13,13 +13,14 @@ import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-WAIT = 60  # seconds that a rank may wait for another
+WAIT = 180  # seconds that a rank may wait for another, on a machine that is busy
 PRELOADED = [  # none of these starts threads, which a fork would lose
     "torch._dynamo",  # the first optimizer imports it
     "torch.distributed.checkpoint.state_dict",
@@ -27,7 +28,8 @@ PRELOADED = [  # none of these starts threads, which a fork would lose
     "torch.distributed.tensor",
     "faststep.zero",
 ]
-ALL_JOBS = 900  # seconds for all jobs of a rank, on a machine that is busy
+PATIENCE = 600  # seconds in which some rank ends a job
+END = ""  # the name of what a rank says last: why it failed, if it did
 
 
 class Job(NamedTuple):
@@ -119,11 +121,10 @@ def jobs_of(items: Iterable[Any], name: str = "JOBS") -> list[Job]:
     ]
 
 
-def _work(rank: int, port: int, jobs: Sequence[Job]) -> dict[str, Any]:
+def _work(rank: int, port: int, jobs: Sequence[Job], done: Callable[[str, Any], None]) -> None:
     """All jobs in which this rank takes part, the largest worlds first: nobody then waits long."""
     wait = datetime.timedelta(seconds=WAIT)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
-    results = {}
     for world in sorted({job.world for job in jobs if rank < job.world}, reverse=True):
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"world of {world}", store), rank=rank,
@@ -131,18 +132,21 @@ def _work(rank: int, port: int, jobs: Sequence[Job]) -> dict[str, Any]:
         )  # fmt: skip
         for job in jobs:
             if job.world == world:
-                results[job.name] = job.work(rank, world, *job.args)
+                done(job.name, job.work(rank, world, *job.args))
         dist.barrier()
         dist.destroy_process_group()
-    return results
 
 
 def _run(rank: int, port: int, jobs: Sequence[Job], send: Any) -> None:
+    def done(name: str, result: Any) -> None:
+        send.send_bytes(pickle.dumps((name, result)))
+
     try:
         torch.set_num_threads(1)
-        send.send_bytes(pickle.dumps((True, _work(rank, port, jobs))))
+        _work(rank, port, jobs, done)
+        done(END, "")
     except BaseException:
-        send.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        done(END, traceback.format_exc())
         raise
 
 
@@ -172,20 +176,27 @@ def results_of(jobs: Sequence[Job]) -> dict[str, list[Any]]:
         for process, (_, send) in zip(ranks, pipes, strict=True):
             process.start()
             send.close()  # the rank has its own: its end is then the end of the pipe
-        answers = []
-        for rank, (receive, _) in enumerate(pipes):
-            assert receive.poll(ALL_JOBS), f"rank {rank} gave no answer in time"
-            try:
-                answers.append(pickle.loads(receive.recv_bytes()))
-            except EOFError:
-                ranks[rank].join(WAIT)
-                code = ranks[rank].exitcode
-                raise AssertionError(f"rank {rank} ended with status {code}") from None
-        failures = [text for done, text in answers if not done]
+        answers: list[dict[str, Any]] = [{} for _ in ranks]
+        busy = {receive: rank for rank, (receive, _) in enumerate(pipes)}
+        while busy:
+            ready: list[Any] = connection.wait(busy, PATIENCE)
+            assert ready, f"ranks {sorted(busy.values())} ended no job within {PATIENCE} s"
+            for receive in ready:
+                rank = busy[receive]
+                try:
+                    name, result = pickle.loads(receive.recv_bytes())
+                except EOFError:
+                    ranks[rank].join(WAIT)
+                    code = ranks[rank].exitcode
+                    raise AssertionError(f"rank {rank} ended with status {code}") from None
+                answers[rank][name] = result
+                if name == END:
+                    del busy[receive]
+        failures = [text for one in answers if (text := one[END])]
         assert not failures, "\n".join(failures)
         for process in ranks:
             process.join(WAIT)
-        return {job.name: [answers[rank][1][job.name] for rank in range(job.world)] for job in jobs}
+        return {job.name: [answers[rank][job.name] for rank in range(job.world)] for job in jobs}
     finally:
         for process in ranks:
             if process.is_alive():
