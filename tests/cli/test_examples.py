@@ -78,7 +78,7 @@ def losses_of_ranks(
     command = [*launch, str(ranks), str(script), *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, timeout=120
+        command, capture_output=True, text=True, check=False, env=environment, timeout=300
     )
     assert (done.returncode == 0) is (killed_by is None), done.stderr
     return {int(step): float(loss) for step, loss in PRINTED.findall(done.stdout)}

@@ -268,7 +268,7 @@ def test_python_tells_of_a_fault_in_a_thread(tmp_path: Path) -> None:
         [sys.executable, "-c", CUT, str(tmp_path / "rows")],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert "Fatal Python error: Bus error" in ran.stderr

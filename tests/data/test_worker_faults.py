@@ -188,8 +188,8 @@ def test_the_end_comes_within_a_second(end: Callable[[], float]) -> None:
 
 
 def test_timeout() -> None:
-    iterator = iter(DataLoader(Slow(), 2, num_workers=1, timeout=0.5))
-    next(iterator), next(iterator)
+    assert len(list(DataLoader(Wide(4), 2, num_workers=1, timeout=300))) == 2
+    iterator = iter(DataLoader(Slow(), 2, sampler=range(4, 8), num_workers=1, timeout=0.5))
     with pytest.raises(RuntimeError, match="timed out after"):
         next(iterator)
     iterator._workers[0].kill()

@@ -191,12 +191,26 @@ class Slow(Wide):
         return index
 
 
+class Held(Wide):
+    """Its samples wait until they may go."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.go = threading.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        self.go.wait()
+        return index
+
+
 def test_timeout_and_breaking_out() -> None:
-    iterator = iter(threaded(Slow(), 2, timeout=0.2))
-    next(iterator), next(iterator)
+    held = Held()
+    iterator = iter(threaded(held, 2, timeout=0.2))
     with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
         next(iterator)
+    held.go.set()
     del iterator
+    assert len(list(threaded(held, 2, timeout=300))) == 4
     for _ in threaded(Slow(), 2):
         assert len(workers()) == 2
         break

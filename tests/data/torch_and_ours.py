@@ -96,7 +96,7 @@ def child(work: Callable[[], object]) -> None:
             traceback.print_exc()
         finally:
             os._exit(status)
-    for _ in range(6000):
+    for _ in range(30_000):
         done, status = os.waitpid(number, os.WNOHANG)
         if done:
             assert status == 0

@@ -50,7 +50,7 @@ def screenshot(folder: Path, text: str, *options: str) -> Any:
         *(f"--user-data-dir={folder / 'profile'}", f"--window-size={size}", *options),
         *(f"--screenshot={folder / 'page.png'}", f"file://{folder / 'page.html'}"),
     ]
-    subprocess.run(command, capture_output=True, check=True, timeout=120)
+    subprocess.run(command, capture_output=True, check=True, timeout=300)
     return image.open(folder / "page.png").convert("RGB")
 
 

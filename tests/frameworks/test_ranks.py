@@ -42,7 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launch, str(script), str(path)], env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        cwd=path.parent, capture_output=True, text=True, timeout=300, check=False,
+        cwd=path.parent, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return pickle.loads(path.read_bytes())

@@ -383,6 +383,6 @@ def test_threads_leave_signals_to_those_of_the_script() -> None:
 
 def test_an_interpreter_exits_while_threads_copy() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=300, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "exits\n", "")

@@ -138,9 +138,9 @@ def test_step_in_a_forked_child(declaration: Declaration) -> None:
     child.start()
     sender.close()
     try:
-        assert receiver.poll(30), "the child hangs in step()"
+        assert receiver.poll(300), "the child hangs in step()"
         found = receiver.recv()
-        child.join(30)
+        child.join(300)
         assert child.exitcode == 0
     finally:
         child.kill()

@@ -38,7 +38,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=900,
             )
             assert done.returncode == 0, done.stderr
             known[way] = json.loads(file.read_text())
