@@ -23,7 +23,7 @@ from faststep._torch import held as _held
 from faststep.data import ArrayDataset, DataLoader, converted
 from faststep.data import transforms as T  # noqa: N812
 
-from .torch_and_ours import child, plain, side_by_side
+from .torch_and_ours import child, outcomes, plain, side_by_side
 
 ROWS, WIDTH, BATCH = 12_000, 256, 512  # 12 MB, which malloc maps; batches that threads fill ahead
 AHEAD = 4
@@ -120,6 +120,42 @@ def test_a_move_before_the_first_batch(move: Callable[[torch.Tensor], Any]) -> N
     reuse_what_is_free()
     x.neg_()
     assert all(wrong_rows(-batch, indices) == 0 for batch, indices in iterator)
+
+
+def negate_some(x: torch.Tensor) -> None:
+    x[::3].neg_()
+
+
+def copy_to_detached(x: torch.Tensor) -> None:
+    x.detach().copy_(-x)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.neg_, negate_some, copy_to_detached])
+@pytest.mark.parametrize("sampler", [range, torch.utils.data.SubsetRandomSampler, None])
+def test_the_next_batch_shows_what_was_written(
+    change: Callable[[torch.Tensor], Any], sampler: Any
+) -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        torch.manual_seed(0)
+        x, order = rows(), sampler(ROWS) if sampler is range else sampler and sampler(range(ROWS))
+        loader: Any = kind(TensorDataset(x, torch.arange(ROWS)), BATCH, not order, order)
+        sums = []
+        for number, (batch, _) in enumerate(loader):
+            sums.append(batch.sum(1))
+            if number in (3, 7, 8):
+                change(x)
+        found.append(torch.cat(sums))
+    assert torch.equal(*found)
+
+
+def test_errors_come_as_from_a_worker() -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        data = TensorDataset(torch.arange(8))
+        loader: Any = kind(data, batch_sampler=[[0], [9], [1, "x"], [2]], num_workers=2)
+        found.append([[str(part).split("\n")[0] for part in one] for one in outcomes(loader)])
+    assert found[0] == found[1]
 
 
 def shrink(x: torch.Tensor) -> None:

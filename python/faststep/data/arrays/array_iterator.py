@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _C
-from ..._torch.data_loader import BaseDataLoaderIter, dataset_fetcher, pin_memory, profile_name
+from ..._torch.data_loader import (
+    BaseDataLoaderIter,
+    ExceptionWrapper,
+    dataset_fetcher,
+    pin_memory,
+    profile_name,
+)
 from ..at_exit import close_at_exit
+from ..order.indices import Indices
 from ..order.of_sampler import order_of
 from ..order.orders import Order, Run
 from ..resume.loader_stand_in import LoaderStandIn, asked_ahead
@@ -122,19 +129,22 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             self._begin(state)
         else:
             self._begin(None)
-        self._index_sampler.state = None  # for epochs to come
+        if isinstance(self._index_sampler, Indices):
+            self._index_sampler.state = None  # for epochs to come
         close_at_exit(self)
 
     def _begin(self, state: State | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
         self._known = NO_RUN
-        source = self._index_sampler.source if order is None else order
+        is_asked = order is None and isinstance(self._index_sampler, Indices)
+        source = self._index_sampler.source if is_asked else order
         self.progress = Progress(source, int(self._base_seed), self._num_yielded)
         self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # up to which request a known order was asked, or need not be
         self._ended = False  # the sampler has no more
         self._is_fetched = False  # the arrays are gone: torch's fetcher makes the rest
+        self._versions = self._plan.versions()
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
         self._slots.keep((min(self._prefetch, AHEAD * 4) + self._on_device + 3) * slots_per_batch)
@@ -270,6 +280,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             progress, order = self.progress, self._order
             while self._queue and self._queue[0].number < progress.delivered:
                 self._queue.popleft()  # an interrupt came when it was being delivered
+            if not self._num_workers:
+                self._see_changes()
             asked = progress.delivered + self._asked_ahead
             if order is None or asked > self._requested:
                 self._request_until(asked)
@@ -295,31 +307,55 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 plan.in_place.put(tensors)
             return tensors if plan.structure.is_flat else plan.structure.batch(iter(tensors))
         self._bytes = 0
-        data = self._fetch(entry.indices)
+        data = self._fetch(entry)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
     def bytes_of(self, batch: object) -> int | None:
         return self._bytes or super().bytes_of(batch)
 
-    def _fetch(self, indices: Any) -> object:
+    def _fetch(self, entry: _Entry) -> object:
         """Fetches a batch that cannot be gathered by torch's fetcher, whose errors are torch's."""
+        indices = entry.indices
         if self._order is not None:
             items, start, count = indices
             part = items[start : start + count]
             indices = part.tolist() if isinstance(part, torch.Tensor) else part
-        return dataset_fetcher(self._dataset, self._collate_fn).fetch(indices)
+        try:
+            return dataset_fetcher(self._dataset, self._collate_fn).fetch(indices)
+        except Exception:
+            if not self._num_workers:
+                raise
+            worker = (self.progress.before + entry.number) % self._num_workers
+            wrapper: Any = ExceptionWrapper
+            failure = wrapper(where=f"in DataLoader worker process {worker}")
+        return failure.reraise()
 
     def _go_on_in_child(self) -> None:
         """In a forked child, which has none of the threads: starts new ones for the queue."""
         self._process = _process
         self._lock = threading.Lock()
-        queue, self._queue, self._is_current = self._queue, deque(), False
-        for entry in queue:
-            if entry.plan is not None:
-                arguments = entry.indices if self._order else (entry.indices,)
-                self._add(entry.number, entry.indices, arguments, True)
-            else:
-                self._queue.append(entry)
+        self._is_current = False
+        self._gather_anew()
+
+    def _gather_anew(self) -> None:
+        self._queue = deque(map(self._again, self._queue))
+
+    def _again(self, entry: _Entry) -> _Entry:
+        if entry.plan is None:
+            return entry
+        batch = self._submit(entry.indices if self._order else (entry.indices,))
+        return entry._replace(plan=self._plan if batch else None, batch=batch)
+
+    def _see_changes(self) -> None:
+        """Where a script writes to its tensors in the loop, torch shows that with the next batch.
+
+        Its workers have copies, and so show nothing.
+        """
+        versions = self._plan.versions()
+        if versions != self._versions:
+            self._versions = versions
+            self._limit = 0  # it will write again
+            self._gather_anew()
 
     def _stop(self) -> None:
         self._is_current = False

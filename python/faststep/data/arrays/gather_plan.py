@@ -62,6 +62,12 @@ class Plan:
         self._owners: list[object] = []
         self._add(dataset, "dataset")
         self.row_bytes = self._row_bytes()
+        watched = (column.watched for column in self._columns)
+        self._counting = [t for t in watched if t is not None and not t.is_inference()]
+
+    def versions(self) -> list[int]:
+        """Numbers that torch's operators increase when they write to the tensors."""
+        return [tensor._version for tensor in self._counting]
 
     @property
     def gathered(self) -> tuple[Column, ...]:
