@@ -5,6 +5,7 @@
 #include <malloc.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,12 +13,17 @@
 
 #define LEAST_RESERVE ((size_t)1 << 26)
 
-/* The size of the address space: twice the machine's memory, or less where that is limited. */
+/* The size of the address space: twice the machine's memory; where the process has a limit of
+ * addresses a sixteenth of them, as the script needs some too. */
 static size_t wanted_reserve(void)
 {
     const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    size_t memory = pages > 0 && page > 0 ? (size_t)pages * (size_t)page : 0;
     size_t reserve = LEAST_RESERVE;
-    while (pages > 0 && page > 0 && reserve / 2 < (size_t)pages * (size_t)page)
+    struct rlimit limit;
+    if (!getrlimit(RLIMIT_AS, &limit) && limit.rlim_cur / 32 < memory)
+        memory = limit.rlim_cur / 32; /* RLIM_INFINITY is larger than any */
+    while (reserve / 2 < memory)
         reserve *= 2;
     return reserve;
 }

@@ -20,7 +20,7 @@ from faststep import _C
 from faststep.data import DataLoader
 from faststep.data.workers import packed_batch, processes
 
-from .test_interrupts import within_a_second
+from .test_interrupts import run_program, within_a_second
 from .test_workers import Custom, Wide, arena_of, counts
 from .torch_and_ours import child, plain
 
@@ -211,6 +211,24 @@ def test_without_memory_a_tensor_goes_torchs_way() -> None:
     assert all((batch[0] == labels[0]).all() for batch, labels in kept)
     assert "no shared memory" in ours.explain()
     assert arena_of(ours).in_blocks > 0
+
+
+LIMITED = """
+import resource, torch
+from pathlib import Path
+from faststep.data import DataLoader
+
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30), -1))
+for _ in range(3):
+    loader = DataLoader(range(40), 4, num_workers=1)
+    assert torch.cat(list(loader)).tolist() == list(range(40)) and loader.path == "workers"
+torch.empty(1 << 30, dtype=torch.uint8)
+"""
+
+
+def test_a_limit_of_addresses_leaves_them_to_the_script() -> None:
+    assert run_program(LIMITED) == ""
 
 
 def test_without_an_arena_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
