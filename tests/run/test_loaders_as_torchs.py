@@ -111,6 +111,70 @@ for kind, name in parts:
     undo()
     print(batches(loaders[0]))
 """,
+    "replaced constructors": """
+import functools
+inner = DataLoader.__init__
+DataLoader.__init__ = functools.partialmethod(inner, batch_size=4)
+print(batches(DataLoader(data)))
+DataLoader.__init__ = inner
+for kind, device in ((GradScaler, ["cpu"]), (torch.cpu.amp.GradScaler, [])):
+    inner = kind.__init__
+    kind.__init__ = functools.partialmethod(inner, init_scale=2.0)
+    print(kind(*device).get_scale())
+    kind.__init__ = inner
+class Logged(dataloader._SingleProcessDataLoaderIter):
+    def _next_data(self):
+        print("mine")
+        return super()._next_data()
+for module, name, other in ((dataloader, "_SingleProcessDataLoaderIter", Logged),
+                            (torch, "stack", lambda *args, **out: torch.zeros(7)),
+                            (torch, "randperm", lambda n, **options: torch.arange(n))):
+    inner = getattr(module, name)
+    setattr(module, name, other)
+    for one in (data, Squares()):
+        print(batches(DataLoader(one, 2, shuffle=True)))
+    setattr(module, name, inner)
+""",
+    "names that a script has for itself": """
+class Own(Squares):
+    def __getitem__(self, index):
+        return (torch.tensor([index, getattr(self, "when", -1)]),)
+    def state_dict(self):
+        print("asked", flush=True)
+    load_state_dict = state_dict
+    def set_epoch(self, epoch):
+        self.when = epoch
+class Stream(Own, torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (self[index] for index in range(6))
+    def __getattr__(self, name):
+        return {}[name]  # no AttributeError
+class Order(torch.utils.data.Sampler):
+    generator = property(lambda self: print("asked for a generator"))
+    epoch = property(lambda self: print("asked for an epoch"))
+    def __len__(self):
+        return 4
+    def __iter__(self):
+        return iter([3, 1, 2, 0])
+    state_dict = load_state_dict = Own.state_dict
+method = Own.set_epoch
+for one, sampler in ((Own(), None), (Own(), Order()), (data, Order()), (Stream(), None)):
+    one.when = 0
+    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
+        loader = DataLoader(one, 2, sampler=sampler, **options)
+        for epoch in (1, 2):
+            if one is not data:
+                one.set_epoch(epoch)
+            print(batches(loader), sorted(vars(loader)))
+print(Own.set_epoch is method)
+""",
+    "processes": """
+import multiprocessing
+process = multiprocessing.get_context("fork").Process(target=print)
+process.start()
+process.join()
+print(tried(process.start))
+""",
     "workers that a script ends": """
 for one in (data, Squares()):
     for options in ({}, {"num_workers": 2}):

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils import data
+from torch.utils.data import dataloader as _dataloader
+from torch.utils.data._utils import collate as _collate
+from torch.utils.data._utils import fetch as _fetch
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
     collate,
@@ -42,6 +45,7 @@ __all__ = [
     "MultiProcessingDataLoaderIter",
     "ResumeIteration",
     "SingleProcessDataLoaderIter",
+    "called_by_name",
     "collate_stacking_by",
     "collate_tensors",
     "collated_stacking_by",
@@ -66,6 +70,15 @@ READING: tuple[type, ...] = (
     *(data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler),
     *(data.WeightedRandomSampler, data.DistributedSampler),
 )
+
+
+def called_by_name() -> list[Any]:
+    """The classes and functions that torch's loader finds in its modules when it needs them."""
+    return [
+        *(_dataloader._SingleProcessDataLoaderIter, _dataloader._MultiProcessingDataLoaderIter),
+        *(_fetch._MapDatasetFetcher, _fetch._IterableDatasetFetcher),
+        *(_collate.collate, torch.stack, torch.randperm, torch.randint),
+    ]
 
 
 def profile_name(workers: int) -> str:

@@ -32,6 +32,8 @@ class Extras:
         meter: of the newest epoch.
         left_out: what the newest epoch has skipped; None if nothing is to be.
         resume: a state that was loaded, for the next iteration.
+        keeps_position: whether `state_dict` may be called, and `set_epoch` of the dataset reaches
+            persistent workers; if not, no code of the script runs that torch would not run.
 
     Raises:
         TypeError, ValueError: an option cannot be used; names it.
@@ -51,6 +53,7 @@ class Extras:
     meter: StageTimes | None = None
     left_out: State | None = None
     resume: State | None = None
+    keeps_position: bool = True
 
     def __post_init__(self) -> None:
         if self.transforms is not None and not callable(self.transforms):

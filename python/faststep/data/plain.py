@@ -50,6 +50,7 @@ class Placed(Metered):
 
     def __init__(self, stand_in: LoaderStandIn) -> None:
         self._kept_seed = stand_in.base_seed
+        self._keeps_position = stand_in._faststep.keeps_position
         self._samples = stand_in.batch_size or 1  # in a batch of an iterable dataset
         super().__init__(stand_in)  # type: ignore[call-arg]
         self._profile_name = profile_name(self._num_workers)
@@ -111,7 +112,7 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
         if isinstance(self._dataset, Source):
             begun = worker_of(saved_workers[0]) if state and saved_workers else None
             self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
-        elif is_stateful(dataset_of(self._dataset)):
+        elif self._keeps_position and is_stateful(dataset_of(self._dataset)):
             dataset = dataset_of(self._dataset)
             self.progress.ask = lambda *_: Worker(snapshot(lambda: states_of(dataset, None, False)))
 
@@ -200,7 +201,8 @@ class PlacedWorkers(Placed):
         if "numpy" in sys.modules:  # each worker thread would import it, all at the same time
             importlib.import_module("numpy.random")
         super().__init__(stand_in)
-        if self._persistent_workers and not isinstance(self._dataset, IterDataPipe):
+        is_pipe = isinstance(self._dataset, IterDataPipe)
+        if self._persistent_workers and self._keeps_position and not is_pipe:
             self._epochs = EpochListener(dataset_of(self._dataset))
 
     def _begin(self, state: State, saved_workers: list[State] | None) -> None:

@@ -5,8 +5,9 @@ Where a script has replaced what torch's classes call, its code runs.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import types
+import weakref
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,10 +16,10 @@ from torch.cpu.amp import grad_scaler as of_cpu
 from torch.cuda.amp import grad_scaler as of_cuda
 
 from .. import amp, data
-from .._torch.data_loader import READING
+from .._torch.data_loader import READING, called_by_name
 from .._torch.optim import is_torchs
 from ..data.options import Extras
-from .shown import hidden, reduced
+from .shown import Current, hidden, reduced
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -26,33 +27,41 @@ TorchsLoader: Any = torch.utils.data.DataLoader
 SCALING = {name: getattr(torch.amp.GradScaler, name) for name in ("step", "update")}
 
 
-def _functions() -> list[Any]:
-    """All functions that make the batches of torch's loader."""
+def _parts() -> list[Any]:
+    """All functions and classes that make the batches of torch's loader."""
     of_classes = (value for kind in READING for value in vars(kind).values())
     functions = [f for f in of_classes if isinstance(f, types.FunctionType)]
-    return [TorchsLoader._get_iterator, *functions]
+    return [TorchsLoader._get_iterator, *functions, *called_by_name()]
 
 
-_KNOWN = _functions()
+_KNOWN = _parts()
+_extras: weakref.WeakKeyDictionary[Any, Extras] = weakref.WeakKeyDictionary()  # not in vars()
+
+
+def _extras_of(loader: Any) -> Extras:
+    own = _extras.get(loader)
+    if own is None:
+        own = _extras[loader] = Extras(keeps_position=False)
+    return own
 
 
 class DataLoader(data.DataLoader[_T_co]):
     """faststep's loader, of which a script sees what torch's has."""
 
-    __init__ = TorchsLoader.__init__
-    _faststep: Any = functools.cached_property(lambda loader: Extras())
+    __init__: Any = Current(TorchsLoader)
+
+    _faststep: Any = property(lambda loader: _extras_of(loader))
 
     def _get_iterator(self) -> Any:
-        now = _functions()
-        if now != _KNOWN and not all(map(is_torchs, now)):
+        pairs = itertools.zip_longest(_parts(), _KNOWN)
+        if any(now is not known and not is_torchs(now) for now, known in pairs):
             return TorchsLoader._get_iterator(self)
         return super()._get_iterator()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not DataLoader:
             return super().__reduce_ex__(protocol)
-        state = {name: value for name, value in vars(self).items() if name != "_faststep"}
-        return reduced(TorchsLoader, state)
+        return reduced(TorchsLoader, dict(vars(self)))
 
 
 for _name, _free in hidden(TorchsLoader, data.DataLoader).items():
@@ -64,7 +73,7 @@ class GradScaler(amp.GradScaler):
 
     _torchs: ClassVar[Any] = torch.amp.GradScaler
 
-    __init__ = torch.amp.GradScaler.__init__
+    __init__: Any = Current(torch.amp.GradScaler)
 
     def scale(self, outputs: Any) -> Any:
         return self._torchs.scale(self, outputs)
@@ -90,11 +99,11 @@ class CudaGradScaler(GradScaler, of_cuda.GradScaler):
     """With the arguments and the warning of the class that torch deprecates."""
 
     _torchs = of_cuda.GradScaler
-    __init__ = of_cuda.GradScaler.__init__
+    __init__: Any = Current(of_cuda.GradScaler)
 
 
 class HostGradScaler(GradScaler, of_cpu.GradScaler):
     """As :class:`CudaGradScaler`, for the CPU."""
 
     _torchs = of_cpu.GradScaler
-    __init__ = of_cpu.GradScaler.__init__
+    __init__: Any = Current(of_cpu.GradScaler)

@@ -16,6 +16,18 @@ class _Free:
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
 
 
+class Current:
+    """Stands for the constructor of a class of torch, which a script may replace."""
+
+    def __init__(self, torchs: type) -> None:
+        self._torchs = torchs
+
+    def __get__(self, made: object, kind: type) -> Any:
+        function = vars(self._torchs)["__init__"]
+        bind = getattr(type(function), "__get__", None)
+        return function if bind is None else bind(function, made, kind)
+
+
 def hidden(torchs: type, ours: type) -> dict[str, Any]:
     """The attributes of a class that hides all public names of ours that torch's has not."""
     bases = (base for base in ours.__mro__ if not issubclass(torchs, base))

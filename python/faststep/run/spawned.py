@@ -43,7 +43,7 @@ def swap_in_spawned(parts: Sequence[str], note: Callable[[], None]) -> None:
 
     @functools.wraps(start)
     def started(child: Any) -> None:
-        starting.target = getattr(child._target, "__module__", None) or ""
+        starting.target = getattr(getattr(child, "_target", None), "__module__", None) or ""
         try:
             start(child)
         finally:

@@ -204,7 +204,9 @@ def buffering_collate(loader: Loader) -> BatchBuffers | None:
     dataset = loader.dataset
     while type(dataset) is torch.utils.data.Subset:
         dataset = dataset.dataset
-    if not getattr(dataset, "fills_rows", False) or not collates_as_default(loader.collate_fn, ()):
+    if not (hasattr(type(dataset), "fills_rows") and dataset.fills_rows):
+        return None
+    if not collates_as_default(loader.collate_fn, ()):
         return None
     own = loader._faststep
     if own.skip_errors:

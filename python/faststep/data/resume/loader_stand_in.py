@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from ..order.indices import Indices
-from ..order.of_sampler import epoch_of
+from ..order.indices import Indices, batches_of
+from ..order.of_sampler import epoch_of, order_of
 from ..order.orders import other_epoch
 from ..order.stateful import is_stateful, load_map
 from ..types import CollateFn, Loader, State, WorkerInitFn
@@ -70,19 +70,21 @@ class LoaderStandIn:
         self.saved_workers: list[State] | None = self.state.get("_workers")
         # pickled, as torch would send each tensor to a worker in a file of its own
         packed = None if self.saved_workers is None else [*map(pickle.dumps, self.saved_workers)]
-        every, skips = loader._faststep.snapshot_every_n_steps, loader._faststep.skip_errors
-        if is_stream(loader.dataset):
+        own = loader._faststep
+        every, skips, keeps = own.snapshot_every_n_steps, own.skip_errors, own.keeps_position
+        if keeps and is_stream(loader.dataset):
             saved, epoch = self.state.get("_dataset_epoch"), epoch_of(loader.dataset)
             if saved not in (None, epoch):
                 raise other_epoch(saved, epoch, "dataset")
             in_workers = loader.num_workers > 0
             self.dataset: Any = Source(loader.dataset, packed, every, in_workers, skips)
         elif not isinstance(loader.dataset, IterableDataset):
-            self._index_sampler = self._indices(ahead, every)
+            if keeps or order_of(batches_of(loader._index_sampler)) is not None:
+                self._index_sampler = self._indices(ahead, every)
             self.dataset = SkippingDataset(loader.dataset) if skips else loader.dataset
         if skips:
             self.collate_fn = SkippingCollate(loader.collate_fn)
-        asks = isinstance(self.dataset, Source) or is_stateful(loader.dataset)
+        asks = isinstance(self.dataset, Source) or (keeps and is_stateful(loader.dataset))
         self.asks_workers = has_processes and asks
         if self.asks_workers:
             self.collate_fn = CollateWithStates(self.collate_fn, self.dataset)
