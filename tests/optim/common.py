@@ -192,16 +192,16 @@ def assert_as_torchs(
 
 
 def released_and_stepped(
-    sizes: tuple[int, int], steps: int, **options: Any
+    sizes: tuple[int, int], steps: int, dtype: torch.dtype, **options: Any
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """AdamW over two equal linear layers: one has updated during backward, one by step()."""
-    model, plain = torch.nn.Linear(*sizes), torch.nn.Linear(*sizes)
+    model, plain = (torch.nn.Linear(*sizes, dtype=dtype) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     releasing = faststep.optim.AdamW(model.parameters(), **options)
     stepping = faststep.optim.AdamW(plain.parameters(), **options)
     release = faststep.release_gradients(model, releasing)
     for number in range(steps):
-        x = torch.randn(4, sizes[0], generator=generator(number))
+        x = torch.randn(4, sizes[0], generator=generator(number)).to(dtype)
         for one, by in ((model, releasing), (plain, stepping)):
             one(x).square().sum().backward()
             by.step()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER
 
-from .common import Snapshot, assert_same_bits, state_tensors
+from .common import Snapshot, assert_same_bits, released_and_stepped, state_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*and so not at all"),
@@ -71,10 +71,10 @@ def assert_same(one: Any, other: Any) -> None:
     assert_same_bits(state_tensors(one), state_tensors(other))
 
 
-def continued(optimizer: Any, form: str, **options: Any) -> Any:
-    """Saved natively and loaded into a new optimizer of a new model."""
+def continued(optimizer: Any, form: str, native: bool, **options: Any) -> Any:
+    """Saved, natively or as torch does, and loaded into a new optimizer of a new model."""
     file = io.BytesIO()
-    torch.save([params_of(optimizer), optimizer.state_dict(native=True)], file)
+    torch.save([params_of(optimizer), optimizer.state_dict(native)], file)
     file.seek(0)
     params, saved = torch.load(file)
     new = make(form, [p.shape for p in params], **options)
@@ -130,28 +130,16 @@ def test_gradients_of_other_layouts_and_types(form: str) -> None:
 
 @over_formats
 def test_calls_of_other_kinds(form: str) -> None:
-    """In a compiled function, with a closure, with a scaler, and from two threads at once."""
-    plain, compiled, closed, scaled = (make(form) for _ in range(4))
+    """In a compiled function, with a closure, and from two threads at once."""
+    plain, compiled, closed = (make(form) for _ in range(3))
     train(plain, 3)
     step = torch.compile(lambda: compiled.step(), backend="eager")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
     for seed in range(3):
         give(compiled, seed)
         step()
         closed.step(lambda seed=seed: give(closed, seed))
-        give(scaled, seed, lambda g: 4 * g)
-        scaler.step(scaled)
-        scaler.update()
-    for one in (compiled, closed, scaled):
+    for one in (compiled, closed):
         assert_same(one, plain)
-    give(scaled, 3)
-    params_of(scaled)[1].grad[7] = torch.inf  # type: ignore[index]
-    before = Snapshot(scaled)
-    scaler.step(scaled)
-    for param, value in zip(params_of(scaled), before.tensors, strict=False):
-        assert_same_bits([param], [value])
-    assert_same_bits(state_tensors(scaled), state_tensors(plain))
     several = [make(form, ((100, 300), (5000,))) for _ in range(4)]
     threads = [threading.Thread(target=train, args=(one, 4)) for one in several[:3]]
     for thread in threads:
@@ -164,22 +152,68 @@ def test_calls_of_other_kinds(form: str) -> None:
 
 
 @over_formats
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("module", [torch.amp, faststep.amp])
+def test_under_a_scaler(form: str, module: Any, limit: float | None) -> None:
+    """The bits without one; a step that overflows changes, counts and draws nothing."""
+    scaled, plain = (make(form, max_grad_norm=limit) for _ in range(2))
+    scaler = module.GradScaler("cpu", init_scale=4.0)
+    for seed in range(4):
+        scale = scaler.scale(torch.ones(())).item()
+        give(scaled, seed, lambda g, scale=scale: g * scale)  # type: ignore[misc]
+        if seed == 1:
+            params_of(scaled)[1].grad[7] = torch.inf  # type: ignore[index]
+        else:
+            give(plain, seed)
+            plain.step()
+        scaler.step(scaled)
+        scaler.update()
+    assert_same(scaled, plain)
+
+
+@over_formats
+def test_clipping(form: str) -> None:
+    """Inside the step and before it."""
+    inside, before = make(form, max_grad_norm=0.1), make(form)
+    for seed in range(3):
+        give(inside, seed)
+        give(before, seed)
+        inside.step()
+        faststep.clip_grad_norm_(params_of(before), 0.1)
+        before.step()
+    for one, other in zip(params_of(inside), params_of(before), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+@over_formats
+def test_released_gradients(form: str) -> None:
+    dtype, options = FORMATS[form]
+    options = {"betas": (0.9, 0.99), **options}
+    releasing, stepping = released_and_stepped((90, 70), 4, dtype, **options)
+    assert_same(releasing, stepping)
+    for optimizer in (releasing, stepping):
+        train(optimizer, 1)  # without release
+    assert_same(releasing, stepping)
+
+
+@over_formats
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_a_run_that_goes_on_has_the_same_bits(form: str, amsgrad: bool) -> None:
-    """Copied, pickled or saved after each step, on other numbers of threads."""
+    """Copied, pickled or saved in both ways after a step, on other numbers of threads."""
     shapes = ((101, 200), (40000,), (77,), (8, 9, 8, 8))
     options = {"amsgrad": amsgrad}
     whole = make(form, shapes, **options)
     train(whole, 4)
     ways: list[Callable[[Any], Any]] = [
-        lambda one: continued(one, form, **options),
+        lambda one: continued(one, form, True, **options),
+        lambda one: continued(one, form, False, **options),
         copy.deepcopy,
         lambda one: pickle.loads(pickle.dumps(one)),
     ]
     before = torch.get_num_threads()
     try:
         optimizer = make(form, shapes, **options)
-        for seed, (way, threads) in enumerate(zip([*ways, ways[0]], (2, 1, 3, 2), strict=True)):
+        for seed, (way, threads) in enumerate(zip(ways, (2, 1, 3, 2), strict=True)):
             torch.set_num_threads(threads)
             give(optimizer, seed)
             optimizer.step()
@@ -235,14 +269,14 @@ def test_what_it_cannot_step_changes_nothing(form: str) -> None:
 NAMED: list[tuple[dict[str, Any], str]] = [
     *(
         ({"state_dtype": bad}, "state_dtype must")
-        for bad in ("INT8", torch.int8, ["bf16"], b"bf16")
+        for bad in ("INT8", torch.int8, ["bf16"], b"bf16", "int4", "", True, 16)
     ),
     ({"state_dtype": {"exp_av": "bf16"}}, "state_dtype has 'exp_av', and the states of AdamW are"),
     ({"state_dtype": {"step": "bf16", 1: None}}, "state_dtype has 'step', 1, and"),
     ({"state_dtype": {MASTER: "bf16"}}, f"state_dtype has '{MASTER}', and"),
     ({"state_dtype": "bf16", "rounding": "Stochastic"}, "rounding must be"),
     ({"state_dtype": "bf16", "rounding": ["nearest"]}, "rounding must be"),
-    *(({"min_8bit_size": bad}, "min_8bit_size must be") for bad in (-1, "64", True)),
+    *(({"min_8bit_size": bad}, "min_8bit_size must be") for bad in (-1, 1.5, "64", None, True)),
 ]
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,19 +181,6 @@ def test_state_dict_goes_on(name: str, how: str) -> None:
     assert _step((fresh, new, wide, reference), 3, 4, 5) == []
 
 
-def copies_go_on(both: Any, step: Callable[..., list[str]]) -> None:
-    """A deep copy, a pickle and the optimizer itself have the same bits."""
-    step(both, 0, 1)
-    for copied in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
-        other = ([*copied[1].param_groups[0]["params"]], *copied[1:])
-        assert step(other, 2, 3) == []
-    assert step(both, 2, 3) == []
-
-
-def test_copies_go_on() -> None:
-    copies_go_on(_both("AdamW"), _step)
-
-
 @pytest.mark.parametrize("name", ["AdamW", "momentum", "Adagrad", "ASGD"])
 def test_states_of_a_run_without(name: str) -> None:
     """Of torch's class: they become fp32, and masters begin as the parameters."""
@@ -267,34 +252,6 @@ def test_torchs_checkpoints(name: str, kept: Any, begun: bool, tmp_path: Path) -
 # ---- with the other parts
 
 
-def scaled(module: Any, limit: float | None, kept: Any) -> Any:
-    """bf16 parameters, of which one step overflows; torch's scaler refuses gradients in fp16."""
-    params = [nn.Parameter(torch.randn(40, 5).bfloat16()), nn.Parameter(torch.randn(7))]
-    wide = wide_copies(params)
-    optimizer = faststep.optim.AdamW(params, lr=0.01, max_grad_norm=limit, master_weights=kept)
-    reference = faststep.optim.AdamW(wide, lr=0.01, max_grad_norm=limit)
-    scalers = [module.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-    for step in range(5):
-        torch.manual_seed(step)
-        for param, copied in zip(params, wide, strict=True):
-            param.grad = (torch.randn(param.shape) * 64).to(param.dtype)
-            if step == 2:
-                param.grad[3] = float("inf")
-            copied.grad = param.grad.to(copied.dtype, copy=True)
-        for scaler, one in zip(scalers, (optimizer, reference), strict=True):
-            scaler.scale(torch.zeros(()))
-            scaler.step(one)
-            scaler.update()
-    assert optimizer.state[params[0]]["step"] == 4
-    return params, optimizer, wide, reference
-
-
-@pytest.mark.parametrize("limit", [None, 0.5])
-@pytest.mark.parametrize("module", [torch.amp, faststep.amp])
-def test_under_a_scaler(module: Any, limit: float | None) -> None:
-    assert _unlike(*scaled(module, limit, True)) == []
-
-
 def test_new_groups_and_frozen_parameters() -> None:
     both = _both("AdamW")
     assert _step(both, 0) == []
@@ -332,34 +289,6 @@ class Net(nn.Module):
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).bfloat16()
     return model(x).float().square().sum()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        *((name, True) for name in CLASSES),
-        *((name, "remainder16") for name in ("AdamW", "momentum", "ASGD")),
-    ],
-)
-def test_released_gradients(name: str, kept: Any) -> None:
-    kind, own = CLASSES[name]
-    model, other = Net(), Net()
-    made = [
-        getattr(faststep.optim, kind)(one.parameters(), **own, master_weights=kept)
-        for one in (model, other)
-    ]
-    release = faststep.release_gradients(model, made[0])
-    for seed in range(4):
-        for one, optimizer in zip((model, other), made, strict=True):
-            loss_of(one, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    release.remove()
-    for param, copied in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(param, copied)
-        assert list(made[0].state[param]) == list(made[1].state[copied])
-        for key, value in made[0].state[param].items():
-            assert torch.equal(value, made[1].state[copied][key])
 
 
 def test_accumulated_in_fp32() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER, _remainder, joined
 
-from .test_masters import CLASSES, Net, copies_go_on, loss_of, scaled, wide_copies
+from .test_masters import CLASSES, Net, loss_of, wide_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*and so not at all")
 
@@ -251,17 +251,7 @@ def test_a_tie_of_fp32_masters() -> None:
     assert torch.equal(joined(_rounded(master), _remainder(master, _rounded(master))), master)
 
 
-def test_copies_go_on() -> None:
-    copies_go_on(_both("AdamW"), _step)
-
-
 # ---- with the other parts
-
-
-@pytest.mark.parametrize("limit", [None, 0.5])
-@pytest.mark.parametrize("module", [torch.amp, faststep.amp])
-def test_under_a_scaler(module: Any, limit: float | None) -> None:
-    assert _unlike(*scaled(module, limit, "remainder16")) == []
 
 
 def test_accumulated_in_fp32() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import warnings
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER
 
-from .common import released_and_stepped
 from .test_state_dtype import KEPT, assert_same, make, params_of, shaped
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -107,23 +104,6 @@ def test_the_step_is_that_of_states_rounded_by_noise(
         assert {value.dtype for value in without_masters(optimizer, param)} <= {BF16}
 
 
-def test_threads_change_nothing() -> None:
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            param = nn.Parameter(torch.randn(300_001, generator=torch.Generator().manual_seed(1)))
-            optimizer = faststep.optim.AdamW([param], betas=(0.9, 0.99), **NOISY)
-            for number in range(3):
-                step(optimizer, number)
-            results.append((param.detach(), *without_masters(optimizer, param)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
-
-
 def test_the_mean_is_that_of_fp32() -> None:
     """Over many seeds the mean of a state is the fp32 one, and the nearest is up to 2^-9 away."""
     grad = torch.linspace(0.5, 1.5, 64)
@@ -169,27 +149,6 @@ def test_nan_and_infinity_stay() -> None:
     assert first.isinf().nonzero().tolist() == [[5]]
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "state dict"])
-def test_saved_and_loaded(how: str) -> None:
-    """A run that goes on has the bits of one that did not stop."""
-    optimizer = make("AdamW", params_of(F32), **NOISY, rounding_seed=5)
-    for number in range(2):
-        step(optimizer, number)
-    if how == "deepcopy":
-        other = copy.deepcopy(optimizer)
-    else:
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        params = copy.deepcopy(optimizer.param_groups[0]["params"])
-        other = make("AdamW", params, **NOISY, rounding_seed=5)
-        other.load_state_dict(torch.load(file))
-    for number in range(2, 4):
-        step(optimizer, number)
-        step(other, number)
-        assert_same(optimizer, other)
-
-
 def test_parameters_steps_and_seeds_differ() -> None:
     def after(seed: int, steps: int) -> list[Tensor]:
         params = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
@@ -205,28 +164,6 @@ def test_parameters_steps_and_seeds_differ() -> None:
         assert 0.2 < (one.float() > 1 / 3).float().mean() < 0.8
         for other in found[:index]:
             assert 0.3 < (one == other).float().mean() < 0.7
-
-
-def test_under_a_scaler_that_clips() -> None:
-    """A step that is skipped counts nothing, and so draws nothing."""
-    optimizers = [make("AdamW", params_of(F32), **NOISY) for _ in range(2)]
-    scaler = faststep.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    for number in range(4):
-        made = torch.Generator().manual_seed(number)
-        for optimizer in optimizers:
-            made.manual_seed(number)
-            for param in optimizer.param_groups[0]["params"]:
-                param.grad = torch.randn(param.shape, generator=made)
-        if number == 1:
-            optimizers[0].param_groups[0]["params"][0].grad[5] = torch.inf
-        else:
-            optimizers[1].step()
-        scale = scaler.scale(torch.ones(())).item()
-        for param in optimizers[0].param_groups[0]["params"]:
-            param.grad *= scale
-        scaler.step(optimizers[0])
-        scaler.update()
-    assert_same(*optimizers)
 
 
 # ---- what is refused
@@ -252,13 +189,3 @@ def test_options_out_of_range() -> None:
 def test_classes_without_a_count(name: str) -> None:
     with pytest.raises(ValueError, match=f'{name}: rounding="stochastic" needs a count'):
         getattr(faststep.optim, name)([nn.Parameter(torch.ones(3))], lr=0.1, **NOISY)
-
-
-def test_release() -> None:
-    """Each parameter is stepped alone, and has the bits of its place in the optimizer."""
-    options: dict[str, Any] = {**NOISY, "rounding_seed": 3, "betas": (0.9, 0.99)}
-    releasing, stepping = released_and_stepped((90, 70), 4, **options)
-    assert_same(releasing, stepping)
-    for optimizer in (releasing, stepping):
-        step(optimizer, 5)  # without release
-    assert_same(releasing, stepping)

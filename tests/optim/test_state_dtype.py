@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 import warnings
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 import faststep
 from faststep.optim.masters import MASTER
 
-from .common import released_and_stepped
 from .test_masters import CLASSES
 
 pytestmark = [
@@ -157,45 +155,6 @@ def test_saved_and_loaded(name: str, state_dtype: str, dtype: torch.dtype) -> No
         assert {value.dtype for _, value in shaped(plain)} == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [*itertools.permutations((None, "fp32", "bf16"), 2)], ids=str
-)
-@pytest.mark.parametrize("name", ["AdamW", "momentum", "ASGD"])
-def test_another_type_in_mid_training(name: str, before: str | None, after: str | None) -> None:
-    """States are converted when they are loaded, without the option to the parameter's type."""
-    optimizer = make(name, params_of(F32), state_dtype=before)
-    step(optimizer, 0)
-    changed = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]), state_dtype=after)
-    changed.load_state_dict(optimizer.state_dict())
-    wanted = NAMES[after or "fp32"]
-    assert {value.dtype for _, value in shaped(changed)} == {wanted}
-    if wanted == BF16:
-        round_states(optimizer, BF16)
-    assert_same(changed, optimizer)
-    step(changed, 1)
-    assert {value.dtype for _, value in shaped(changed)} == {wanted}
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "momentum"])
-def test_states_that_a_script_has_made(name: str) -> None:
-    """As by a hook before the first step: they are stepped as they are, and loaded as by torch."""
-    optimizer = make(name, params_of(F32))
-    step(optimizer, 0)
-    for param in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[param]
-        for key in [key for key in state if key not in NUMBERS]:
-            state[key] = state[key].to(BF16)
-    loaded = make(name, copy.deepcopy(optimizer.param_groups[0]["params"]))
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for number in (1, 2):
-        step(optimizer, number)
-        step(loaded, number)
-        round_states(loaded, BF16)
-        assert {value.dtype for _, value in shaped(loaded)} == {F32}
-        assert {value.dtype for _, value in shaped(optimizer)} == {BF16}
-        assert_same(optimizer, loaded)
-
-
 @pytest.mark.parametrize(("beta", "warns"), [(0.999, True), (0.997, True), (0.996, False)])
 def test_a_second_moment_that_could_not_shrink(beta: float, warns: bool) -> None:
     """The warning, and that it is so."""
@@ -225,36 +184,6 @@ def test_new_parameters_and_sgd_without_momentum() -> None:
     plain = faststep.optim.SGD(params_of(F32), lr=0.1, state_dtype="bf16")
     step(plain, 0)
     assert not shaped(plain)
-
-
-def test_clipping_scaling_and_release() -> None:
-    """Steps that do more have the bits of their parts."""
-    limits = {"max_grad_norm": 0.1, "state_dtype": "bf16"}
-    optimizer = make("AdamW", params_of(F32), **limits)
-    other = make("AdamW", params_of(F32), state_dtype="bf16")
-    for number in range(3):
-        step(optimizer, number)
-        made = torch.Generator().manual_seed(number)
-        for param in other.param_groups[0]["params"]:
-            param.grad = torch.randn(param.shape, generator=made)
-        faststep.clip_grad_norm_(other.param_groups[0]["params"], 0.1)
-        other.step()
-    assert_near(optimizer, other)
-    releasing, stepping = released_and_stepped((30, 50), 3, state_dtype="bf16")
-    assert_same(releasing, stepping)
-    assert {value.dtype for _, value in shaped(releasing)} == {BF16}
-
-
-def assert_near(one: Any, other: Any) -> None:
-    groups = one.param_groups[0]["params"], other.param_groups[0]["params"]
-    for mine, its in zip(*groups, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("bad", ["int4", "", True, BF16, 16], ids=str)
-def test_other_names(bad: Any) -> None:
-    with pytest.raises(ValueError, match="state_dtype must be None, "):
-        faststep.optim.AdamW(params_of(F32), state_dtype=bad)
 
 
 def test_types_of_groups() -> None:
