@@ -70,6 +70,10 @@ def test_the_oracle_can_tell() -> None:
     value = {"tensor": ["float32", "strided", [2], [1.0, 2.0]]}
     near = {"tensor": ["float32", "strided", [2], [1.0, 2.00001]]}
     assert not list(differences(value, near))
+    tiny = [{"tensor": ["float32", "strided", [2], [1e-9 * x, 1.0]]} for x in (1.0, 2.0)]
+    assert not list(differences(*tiny))
+    both = [{"tensor": ["float32", "strided", [2], [1e-9 * x, 1e-9]]} for x in (1.0, 2.0)]
+    assert list(differences(*both))
     for other in (
         {"tensor": ["float32", "strided", [2], [1.0, 2.01]]},
         {"tensor": ["float64", "strided", [2], [1.0, 2.0]]},

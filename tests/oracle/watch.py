@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,10 @@ from torch import Tensor
 
 # What the rounding of fused kernels may change.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2, "float64": 1e-6, "complex64": 1e-4}
+# Of a tensor's largest element: what is small beside it may be a difference of such, each rounded
+# as a CPU sums them.
+SMALL = 0.1
+LEAST_NORMAL = {"float16": 2**-14}  # numbers below it are equally far apart
 
 
 class Library(NamedTuple):
@@ -83,18 +88,22 @@ def frozen(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def differences(theirs: Any, ours: Any, where: str = "", tolerance: float = 1e-4) -> Iterator[str]:
+def differences(
+    theirs: Any, ours: Any, where: str = "", tolerance: float = 1e-4, least: float = 1e-3
+) -> Iterator[str]:
     """Where two frozen values differ by more than fused kernels round."""
     if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
         for key, value in theirs.items():
             if key == "tensor":
                 tolerance = TOLERANCE.get(value[0], tolerance)
-            yield from differences(value, ours[key], where, tolerance)
+                largest = max(filter(math.isfinite, map(abs, value[3])), default=0.0)
+                least = max(SMALL * largest, LEAST_NORMAL.get(value[0], 0.0))
+            yield from differences(value, ours[key], where, tolerance, least)
     elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         for at, (mine, other) in enumerate(zip(theirs, ours, strict=True)):
-            yield from differences(mine, other, f"{where}[{at}]", tolerance)
+            yield from differences(mine, other, f"{where}[{at}]", tolerance, least)
     elif type(theirs) is float and type(ours) is float:
-        near = abs(theirs - ours) <= tolerance * max(1e-2, abs(theirs))
+        near = abs(theirs - ours) <= tolerance * max(least, abs(theirs))
         if not (near or theirs == ours or (theirs != theirs and ours != ours)):
             yield f"{where}: {theirs} with torch, {ours} with faststep"
     elif type(theirs) is not type(ours) or theirs != ours:
