@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import math
+import os
 import struct
 import subprocess
 from collections.abc import Sequence
@@ -32,9 +33,12 @@ API = "__dlpack_c_exchange_api__"
 FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
 
 
-def build(library: str) -> None:
-    """One of the libraries that stand in for the driver; other tests may want it now, too."""
-    command = ["make", "-s", "-f", "tests/c/Makefile", library]
+def build(*names: str) -> None:
+    """What the C tests are made of, as the libraries that stand in for the driver.
+
+    Other tests may want it now, too.
+    """
+    command = ["make", "-s", f"-j{os.cpu_count()}", "-f", "tests/c/Makefile", *names]
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build/c.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
