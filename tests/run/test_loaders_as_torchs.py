@@ -168,6 +168,17 @@ for one, sampler in ((Own(), None), (Own(), Order()), (data, Order()), (Stream()
             print(batches(loader), sorted(vars(loader)))
 print(Own.set_epoch is method)
 """,
+    "warnings": """
+for one in (data, Squares()):
+    for options in ({"num_workers": 0}, {"num_workers": 1}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = DataLoader(one, 3, pin_memory=True, **options)
+            if options["num_workers"]:
+                torch._utils.cpu_count = lambda: 0
+            batches(loader)
+        print([(w.category.__name__, str(w.message), w.filename, w.lineno) for w in caught])
+""",
     "processes": """
 import multiprocessing
 process = multiprocessing.get_context("fork").Process(target=print)

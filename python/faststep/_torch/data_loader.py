@@ -45,6 +45,8 @@ __all__ = [
     "MultiProcessingDataLoaderIter",
     "ResumeIteration",
     "SingleProcessDataLoaderIter",
+    "call_as_constructor",
+    "call_as_loader",
     "called_by_name",
     "collate_stacking_by",
     "collate_tensors",
@@ -85,6 +87,26 @@ def profile_name(workers: int) -> str:
     """The name under which profilers know the iterator that torch has for so many workers."""
     kind = MultiProcessingDataLoaderIter if workers else SingleProcessDataLoaderIter
     return f"enumerate(DataLoader)#{kind.__name__}.__next__"
+
+
+def called_in(torchs: Any, line: int) -> Callable[..., Any]:
+    """A function that calls its first argument, from a line of torch's function for warnings."""
+    code = torchs.__code__
+    first = code.co_firstlineno + line - 1
+    code = _call.__code__.replace(co_filename=code.co_filename, co_firstlineno=first)
+    return types.FunctionType(code, torchs.__globals__)
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+# by whether there are workers
+call_as_constructor = {
+    False: called_in(SingleProcessDataLoaderIter.__init__, 1),
+    True: called_in(MultiProcessingDataLoaderIter.__init__, 1),
+}
+call_as_loader = called_in(data.DataLoader._get_iterator, 4)
 
 
 def collates_as_default(function: Any, containers: Iterable[type]) -> bool:

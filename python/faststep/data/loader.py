@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from typing_extensions import Unpack  # torch depends on it
 
 from .. import _C
-from .._torch.data_loader import BaseDataLoaderIter, collates_as_default
+from .._torch.data_loader import BaseDataLoaderIter, call_as_loader, collates_as_default
 from .arrays.array_iterator import ArrayIterator
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
@@ -305,13 +305,14 @@ def _host_iterator(loader: DataLoader[Any]) -> Any:
 
 def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | None) -> Any:
     own = loader._faststep
+    if loader.num_workers:
+        call_as_loader(loader.check_worker_number_rationality)
     if not isinstance(plan, str):
         if own.slots is None:
             own.slots = _C.Slots()
         return ArrayIterator(loader, plan, own.slots, state)
     if not loader.num_workers:
         return SingleIterator(loader, state)
-    loader.check_worker_number_rationality()
     if own.worker_method == "thread":
         return ThreadIterator(loader, state)
     workers = _workers_of(loader)

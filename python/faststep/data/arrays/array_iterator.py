@@ -13,6 +13,7 @@ from ... import _C
 from ..._torch.data_loader import (
     BaseDataLoaderIter,
     ExceptionWrapper,
+    call_as_constructor,
     dataset_fetcher,
     pin_memory,
     profile_name,
@@ -97,7 +98,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self, loader: Loader, plan: Plan, slots: _C.Slots, state: State | None = None
     ) -> None:
         stand_in = LoaderStandIn(loader, state, ahead=1)
-        super().__init__(stand_in)  # type: ignore[arg-type]
+        call_as_constructor[loader.num_workers > 0](super().__init__, stand_in)
         self._profile_name = profile_name(self._num_workers)
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")

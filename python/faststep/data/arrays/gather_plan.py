@@ -27,14 +27,12 @@ MOST_THREADS = 4  # without num_workers: more do not help memory that two or thr
 
 def _is(dataset: object, base: type) -> bool:
     """True if the dataset reads its samples as `base` does: a subclass may do it differently."""
+    if not isinstance(dataset, base):
+        return False
     many = getattr(dataset, "__getitems__", None)  # torch asks the object
-    return (
-        isinstance(dataset, base)
-        and all(
-            getattr(type(dataset), name) is getattr(base, name)
-            for name in ("__getitem__", "__len__")
-        )
-        and getattr(many, "__func__", many) is getattr(base, "__getitems__", None)
+    names = ("__getitem__", "__len__")
+    return all(getattr(type(dataset), name) is getattr(base, name) for name in names) and (
+        getattr(many, "__func__", many) is getattr(base, "__getitems__", None)
     )
 
 
