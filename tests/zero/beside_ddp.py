@@ -115,7 +115,7 @@ def _compared(
         expected = expected or values
         count = len(expected if run.has_ddp else values)
         pairs = zip(values, expected[:count], strict=True)
-        found[kind] = max(float((a - b).abs().max()) for a, b in pairs)
+        found[kind] = max(float((a - b).abs().max()) for a, b in pairs if a.numel())
     return found
 
 

@@ -245,6 +245,41 @@ def _cycled(run: Run) -> None:
         schedule.step()
 
 
+class _Tied(nn.Module):
+    """A head that is the embedding, and a frozen parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x.abs().mul(5).long() % 11)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _tied(run: Run) -> None:
+    net = _Tied()
+    _train(run, net)
+    assert net.head.weight is net.embedding.weight
+
+
+def _compiled(run: Run) -> None:
+    model, optimizer = _make(run, _Net())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    for step in range(3):
+        optimizer.zero_grad()
+        compiled(_rows(run, step)).square().mean().backward()
+        optimizer.step()
+
+
 def _uneven_accumulation(run: Run) -> None:
     model, optimizer = _make(run, _Net())
     for step in range(3):
@@ -271,6 +306,8 @@ SCRIPTS: dict[str, Script] = {
     "as a vector": _as_a_vector,
     "exchanged gradients": _exchanged_gradients,
     "new module": _new_module,
+    "tied": _tied,
+    "compiled": _compiled,
     "uneven accumulation": _uneven_accumulation,
 }
 TABLE = Table(
