@@ -96,25 +96,3 @@ def test_lightnings_calls(cls: Any, clip: float | None, scaler_class: Any) -> No
     assert scale == their_scale == 32.0
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
-
-
-@pytest.mark.parametrize("cls", NAMED)
-def test_torchs_scaler_alone(cls: Any) -> None:
-    """It unscales in place, and leaves the step out after an overflow, as of torch's loops."""
-    results = []
-    for made in (getattr(torch.optim, cls.__name__), cls):
-        tensors = params()
-        optimizer = made(tensors, lr=0.1)
-        calls = []
-        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        for step in range(4):
-            scaler.scale(torch.zeros(()))
-            set_gradients(tensors, step, scaler.get_scale(), bad=step == 2)
-            scaler.step(optimizer)
-            scaler.update()
-        results.append((len(calls), scaler.get_scale(), [*tensors, *(t.grad for t in tensors)]))
-    (their_calls, their_scale, theirs), (calls, scale, ours) = results
-    assert (len(results), calls, scale) == (2, their_calls, their_scale) == (2, 3, 32.0)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)

@@ -232,18 +232,6 @@ def test_a_step_that_was_replaced_on_the_instance_is_the_one_called(make: Make) 
 
 
 @OF_EACH_KIND
-def test_one_overflow_skips_its_own_optimizer_only(make: Make) -> None:
-    scaler = make_scaler()
-    params = [make_param(1.0, grad=[g]) for g in (8.0, INF)]
-    optimizers = [make([param]) for param in params]
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert [p.item() == 1.0 for p in params] == [False, True]
-    assert scaler.get_scale() == 4.0
-
-
-@OF_EACH_KIND
 def test_a_disabled_scaler_still_clips(make: Make) -> None:
     mine, other = (make_param(1.0, 1.0, grad=[3.0, 4.0]) for _ in range(2))
     GradScaler("cpu", enabled=False).step(make([mine]), max_norm=1.0)

@@ -21,7 +21,6 @@ from .common import (
     outcome,
     parameters,
     same_bits,
-    set_gradients,
     state_tensors,
     train,
 )
@@ -83,26 +82,6 @@ def test_interchange_with_torch(
     train(second, end, steps=3, seed=3)
     for p, q in zip(end, expected, strict=True):
         assert_near(p, q, declaration.tolerance, f"{implementation}")
-
-
-@over_torchs
-def test_state_dict_is_torchs(declaration: Declaration) -> None:
-    """The same keys in the same order, and the same types all the way down."""
-    dicts = []
-    for ours in (True, False):
-        optimizer, params = make(declaration, ours)
-        set_gradients(params[:2], 0)
-        optimizer.step()
-        dicts.append(optimizer.state_dict())
-    left, right = dicts
-    assert list(left) == list(right)
-    assert left["param_groups"] == right["param_groups"]
-    assert list(left["state"]) == list(right["state"])
-    for index, values in right["state"].items():
-        assert list(left["state"][index]) == list(values)
-        for key, value in values.items():
-            assert left["state"][index][key].dtype == value.dtype
-            assert left["state"][index][key].shape == value.shape
 
 
 @over_all

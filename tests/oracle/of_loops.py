@@ -110,31 +110,6 @@ def averaged_weights(library: Library, watch: Watch) -> None:
     watch.model("average", average)
 
 
-def schedulers(library: Library, watch: Watch) -> None:
-    model = _model()
-    schedule = library.optim.lr_scheduler
-    for make in (
-        lambda o: schedule.OneCycleLR(o, 0.1, total_steps=9),
-        lambda o: schedule.ReduceLROnPlateau(o, patience=0),
-        lambda o: schedule.LambdaLR(o, lambda epoch: 0.9**epoch),
-        lambda o: schedule.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
-        lambda o: schedule.SequentialLR(o, [schedule.ConstantLR(o), schedule.StepLR(o, 1)], [2]),
-    ):
-        optimizer = library.optim.AdamW(model.parameters(), lr=0.1)
-        scheduler = make(optimizer)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = _loss(model, step)
-            loss.backward()
-            optimizer.step()
-            scheduler.step(
-                *([loss.item()] if isinstance(scheduler, schedule.ReduceLROnPlateau) else [])
-            )
-            watch("lr", [group["lr"] for group in optimizer.param_groups])
-        watch("state", len(scheduler.state_dict()) > 0)
-    watch.model("after", model)
-
-
 def groups_that_grow(library: Library, watch: Watch) -> None:
     model = _model()
     layers = [module for module in model if isinstance(module, nn.Linear)]  # type: ignore[attr-defined]

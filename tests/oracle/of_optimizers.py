@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as of_torch
 
 from .watch import Library, Watch
 
@@ -73,24 +73,6 @@ def flags_that_exclude_each_other(library: Library, watch: Watch) -> None:
                 watch("stepped", params)
 
             watch.error(name, step)
-
-
-def names_of_ours_in_groups(library: Library, watch: Watch) -> None:
-    """Of BertAdam's kind; what a script notes on an optimizer is its own."""
-    params = _params()
-    optimizer = library.optim.AdamW([{"params": params, "max_grad_norm": 1.0}], lr=0.1)
-    optimizer.max_grad_norm = 1e-3
-    optimizer.last_grad_norm = 5
-    optimizer.step_was_skipped = "no"
-    optimizer.keep_grads = True
-    _grads(params, 0)
-    optimizer.step()
-    watch("after", params)
-    watch.states("state", optimizer)
-    names = ("max_grad_norm", "last_grad_norm", "step_was_skipped", "keep_grads")
-    watch("notes", [getattr(optimizer, name) for name in names])
-    twin = pickle.loads(pickle.dumps(optimizer))
-    watch("restored", twin.param_groups[0]["max_grad_norm"])
 
 
 def checkpoints(library: Library, watch: Watch) -> None:
@@ -185,25 +167,6 @@ def own_init_group(library: Library, watch: Watch) -> None:
     watch("after", params)
 
 
-def hooks_that_change_arguments(library: Library, watch: Watch) -> None:
-    params = _params()
-    optimizer = library.optim.SGD(params, lr=0.1)
-
-    def closure() -> Tensor:
-        _grads(params, 1)
-        return torch.tensor(4.0)
-
-    handle = optimizer.register_step_pre_hook(lambda optimizer, *_: ((optimizer, closure), {}))
-    watch("result", optimizer.step())
-    watch("after", params)
-    handle.remove()
-    optimizer.register_step_pre_hook(lambda *_: "neither")
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        watch("bad hook", str(error).partition(">")[2])
-
-
 def missing_and_zero_gradients(library: Library, watch: Watch) -> None:
     for name in CLASSES:
         params = _params()
@@ -263,3 +226,71 @@ def state_of_few_elements(library: Library, watch: Watch) -> None:
     with contextlib.suppress(RuntimeError):  # faststep's are not resizable: docs/api/optim.md
         first.untyped_storage().resize_(0)
     watch("others", [optimizer.state[p]["exp_avg"].sum() for p in params[1:]])
+
+
+def hooks_and_closures(library: Library, watch: Watch) -> None:
+    """In which order they run, what they see, and what they may change."""
+    for name in CLASSES:
+        params = _params()
+        optimizer = getattr(library.optim, name)(params, lr=0.1)
+
+        def log(event: str, params: Any = params) -> Any:
+            return lambda *_: watch(event, [params[0], torch.is_grad_enabled()])
+
+        def closure(optimizer: Any = optimizer, params: Any = params) -> Tensor:
+            watch("closure", torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss: Tensor = sum((p * p).sum() for p in params)  # type: ignore[assignment]
+            loss.backward()
+            return loss
+
+        def flip(*_: Any, params: Any = params) -> None:
+            for p in params:
+                p.grad = -p.grad
+
+        _grads(params, 0)
+        handles = [
+            optimizer.register_step_post_hook(log("own post")),
+            of_torch.register_optimizer_step_post_hook(log("global post")),
+            optimizer.register_step_pre_hook(log("own pre")),
+            of_torch.register_optimizer_step_pre_hook(log("global pre")),
+        ]
+        try:
+            optimizer.step()
+            with torch.no_grad():
+                watch("loss", optimizer.step(closure))
+                watch("mode", torch.is_grad_enabled())
+        finally:
+            for handle in handles:
+                handle.remove()
+        optimizer.register_step_pre_hook(flip)
+        optimizer.step()
+        watch("flipped", [(p, p.grad) for p in params])
+        given = optimizer.register_step_pre_hook(lambda o, *_, call=closure: ((o, call), {}))
+        watch("result", optimizer.step())
+        given.remove()
+        optimizer.register_step_pre_hook(lambda *_: 5)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            watch("bad hook", str(error).partition(">")[2])
+        watch("after", [params, torch.is_grad_enabled()])
+
+
+def hooks_of_state_dicts(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+        optimizer = getattr(library.optim, name)(_params(), lr=0.1)
+        optimizer.register_state_dict_pre_hook(lambda _: watch("pre"))
+        optimizer.register_state_dict_pre_hook(lambda _: watch("first"), prepend=True)
+        optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "note": 7})
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, saved: {
+                **saved, "param_groups": [{**g, "lr": g["lr"] / 2} for g in saved["param_groups"]]
+            }
+        )  # fmt: skip
+        optimizer.register_load_state_dict_post_hook(
+            lambda o: watch("now", o.param_groups[0]["lr"])
+        )
+        saved = optimizer.state_dict()
+        watch("note", saved["note"])
+        optimizer.load_state_dict(saved)

@@ -253,31 +253,6 @@ def unscaled_and_clipped(library: Library, watch: Watch) -> None:
             watch.model("after", model)
 
 
-def errors_of_the_protocol(library: Library, watch: Watch) -> None:
-    model = _model()
-    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
-    scaler = library.GradScaler("cpu")
-    watch.error("step before scale", lambda: scaler.step(optimizer))
-    watch.error("update before scale", scaler.update)
-    _backward(model, scaler, 0)
-    watch.error("update without step", scaler.update)
-    watch.error("closure", lambda: scaler.step(optimizer, closure=lambda: None))
-    scaler.unscale_(optimizer)
-    watch.error("twice", lambda: scaler.unscale_(optimizer))
-    scaler.step(optimizer)
-    watch.error("again", lambda: scaler.step(optimizer))
-    watch.error("late", lambda: scaler.unscale_(optimizer))
-    scaler.update()
-    optimizer.zero_grad()
-    watch.error("no gradient", lambda: scaler.step(optimizer))
-    watch.error("nothing to update", scaler.update)
-    scaler = library.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    watch.error("no gradient, unscaled", lambda: scaler.unscale_(optimizer))
-    watch.error("and stepped", lambda: scaler.step(optimizer))
-    watch.error("pickled", lambda: len(pickle.dumps(scaler)) > 0)
-
-
 def fp16_gradients(library: Library, watch: Watch) -> None:
     for fused in (None, True):
         p = nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -463,3 +438,84 @@ def frozen_and_unused(library: Library, watch: Watch) -> None:
     optimizer = library.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
     _train(library, watch, optimizer, model)
     watch("unused", unused)
+
+
+ORDERS = (
+    "step update step update",
+    "unscale step update unscale step update",
+    "unscale pickle unscale step step unscale update pickle",
+    "step unscale step update update",
+    "update step update",
+    "closure step closure update",
+)
+
+
+def any_order_of_calls(library: Library, watch: Watch) -> None:
+    """Of steps and updates, before a loss was scaled and after; with gradients and without."""
+    for started in (True, False):
+        for grads in ((1.0,), (None,), (float("inf"), None)):
+            for fused in (None, True):
+                for calls in ORDERS:
+                    params = [nn.Parameter(torch.ones(1)) for _ in grads]
+                    for p, grad in zip(params, grads, strict=True):
+                        p.grad = None if grad is None else torch.tensor([grad])
+                    optimizer = library.optim.SGD(params, lr=0.1, fused=fused)
+                    scaler = library.GradScaler("cpu", init_scale=8.0)
+                    if started:
+                        scaler.scale(torch.zeros(()))
+                    call_of = {
+                        "unscale": functools.partial(scaler.unscale_, optimizer),
+                        "step": functools.partial(scaler.step, optimizer),
+                        "closure": functools.partial(scaler.step, optimizer, closure=list),
+                        "update": scaler.update,
+                        "pickle": lambda s=scaler: pickle.loads(pickle.dumps(s)).state_dict(),
+                    }
+                    for call in calls.split():
+                        watch.error(call, call_of[call])
+                    watch("after", [params, scaler.state_dict()])
+
+
+def arguments_of_a_scaler(library: Library, watch: Watch) -> None:
+    for options in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}):
+        watch.error("factor", lambda o=options: library.GradScaler("cpu", **o) and None)
+        watch("off", library.GradScaler("cpu", enabled=False, **options).state_dict())
+    scaler = library.GradScaler("cpu", 4.0)
+    ones = torch.ones(2)
+    scaled = scaler.scale([ones, (ones, ones)])
+    watch("scaled", [type(scaled).__name__, type(scaled[1]).__name__, scaled])
+    watch("lazy", [*scaler.scale(one for one in (ones,))])
+    watch.error("neither", lambda: scaler.scale(3))
+    watch.error("empty", lambda: scaler.load_state_dict({}))
+    scale = scaler._scale
+    for new in (4.0, torch.tensor(4.0), 3, torch.tensor([4.0]), torch.tensor([1.0, 2.0]),
+                torch.tensor(1.0, requires_grad=True), torch.ones((), device="meta")):  # fmt: skip
+        p = nn.Parameter(ones.clone())
+        p.grad = ones.clone()
+        scaler.unscale_(library.optim.SGD([p], lr=0.1))
+        watch.error("update", lambda new=new: scaler.update(new))
+        watch("now", [scaler.get_scale(), scaler._scale is scale, scaler.state_dict()])
+        watch.error("plain update", scaler.update)
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.1)
+    scaler.set_growth_interval(1)
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        _backward(model, scaler, step)
+        scaler.step(optimizer)
+        scaler.update()
+        watch("scale", [scaler.get_scale(), scaler.state_dict()])
+
+
+def disabled(library: Library, watch: Watch) -> None:
+    scaler = library.GradScaler("cpu", enabled=False)
+    p = nn.Parameter(torch.ones(1))
+    p.grad = torch.tensor([float("inf")])
+    optimizer = library.optim.SGD([p], lr=0.1)
+    loss = torch.ones(())
+    watch("the loss", scaler.scale(loss) is loss)
+    scaler.unscale_(optimizer)
+    watch("result", scaler.step(optimizer, closure=lambda: 7.0))
+    scaler.update()
+    scaler.load_state_dict({})
+    watch("after", [p, scaler.get_scale(), pickle.loads(pickle.dumps(scaler)).state_dict()])

@@ -18,9 +18,6 @@ from .watch import differences
 TESTS = Path(__file__).parents[1]
 Seen = dict[str, list[list[Any]]]
 
-# What swapped imports bring on purpose: names of faststep's own on the optimizer.
-OWN = {("names_of_ours_in_groups", "swapped")}
-
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
@@ -50,8 +47,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
 @pytest.mark.parametrize("way", ["swapped", "run"])
 @pytest.mark.parametrize("script", program.SCRIPTS)
 def test_a_script_sees_what_torch_shows(script: str, way: str, seen: Callable[[str], Seen]) -> None:
-    if (script, way) in OWN:
-        pytest.skip("documented: these names are faststep's there")
     theirs, ours = seen("torch")[script], seen(way)[script]
     assert theirs, "the script notes nothing"
     found = []
