@@ -36,8 +36,8 @@ from .late import Cudart, Event, Late, Stream
 
 events = itertools.count()  # of all streams
 ASKING = {  # functions that neither read nor write elements
-    "__get__", "data_ptr", "detach", "dim", "is_floating_point", "is_neg", "numel", "size",
-    "stride", "untyped_storage",
+    "__get__", "__set__", "data_ptr", "detach", "dim", "is_floating_point", "is_neg", "numel",
+    "size", "stride", "untyped_storage",
 }  # fmt: skip
 BETWEEN_DEVICES = {"__set__", "__setitem__", "copy_", "equal"}
 
@@ -110,15 +110,21 @@ class Nccl:
         return rows
 
     def _finish(
-        self, group: Any, out: Tensor, values: Tensor, read: Sequence[Tensor], is_async: bool
-    ) -> Any:
-        """Write the result when the group's stream comes to it."""
+        self, group: Any, out: Tensor, values: Tensor, read: Sequence[Tensor], is_async: bool,
+        is_counted: bool = False,
+    ) -> Any:  # fmt: skip
+        """Write the result when the group's stream comes to it.
+
+        Some collectives of torch move the version counter of what they write.
+        """
         library = self.late.machine.library
         stream = self._streams.setdefault(group, Stream(self.late))
         stream.wait_stream(self.late.current)
         values = values.contiguous()
         assert out.is_contiguous()
         size = ctypes.c_size_t(values.nbytes)
+        if is_counted:
+            torch.autograd.graph.increment_version(out)
         staged = library.fake_cuda_malloc(0, ctypes.c_size_t(max(1, values.nbytes)))
         self._staged.append(staged)
         ctypes.memmove(staged, values.data_ptr(), values.nbytes)
@@ -169,7 +175,7 @@ class Nccl:
         assert sent.numel() == world * out.numel()
         self.sent.append(("reduce_scatter", sent.nbytes * (world - 1) / world))
         rows = [row.chunk(world)[rank] for row in self._rows(sent, group)]
-        work = self._finish(group, out, _sum(rows), [sent], True)
+        work = self._finish(group, out, _sum(rows), [sent], True, True)
         return work if async_op else work.wait()
 
     def gather(self, out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -180,7 +186,7 @@ class Nccl:
         inside = own.data_ptr() == out.data_ptr() + rank * own.nbytes
         assert inside, "not in place"
         values = torch.cat(self._rows(own, group))
-        return self._finish(group, out, values, [own], async_op)
+        return self._finish(group, out, values, [own], async_op, True)
 
     def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
         self._begin("broadcast", group, tensor)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._torch.optim import increment_version
 from ...offloading.offloaded import Offload
-from ...offloading.places import fits
+from ...offloading.places import fits, mark
 from ...optim.base import FusedOptimizer
 from ...optim.request import StepRequest
 from ..layout.slots import Slot
@@ -79,6 +79,9 @@ class SliceOffload(Offload):
         rest, self._rest = self._rest, None
         if rest is not None:
             super()._end(*rest)
+            for param in rest[0]:  # gathering has moved the counters of those on a CUDA device
+                if (place := self._copies.places.of(param)) is not None:
+                    place.written = mark(param)
             self._versions = {slot.index: slot.param._version for slot in slots}
 
 
