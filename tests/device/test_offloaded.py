@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import faststep
+from faststep import zero
 from faststep.offloading import places
 from offload.common import assert_same, bits
 
@@ -208,6 +209,26 @@ def test_modules_wait_for_their_own(world: late.Late) -> None:
         world.default.synchronize()
         assert_same(bits(found), bits([p.detach() for p in twins.cpu]))
         twins.assert_same()
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+def test_shard_in_one_process(world: late.Late, gather: Any, tmp_path: Any) -> None:
+    twins = Twins(world, max_grad_norm=0.5)
+    twins.handle.remove()
+    model = Layers(twins.cuda)
+    twins.b = zero.shard(model, twins.b, offload="optimizer", gather=gather)
+    for step in range(4):
+        twins.backward(step)
+        twins.a.step()
+        twins.b.step()
+        for layer in model.layers:
+            layer(torch.ones(1))
+        twins.assert_same()
+        twins.b.zero_grad()
+        if step == 1:
+            torch.save(twins.a.state_dict(), tmp_path / "states")
+            for optimizer in (twins.a, twins.b):
+                optimizer.load_state_dict(torch.load(tmp_path / "states"))
 
 
 def replaced(twins: Twins) -> None:

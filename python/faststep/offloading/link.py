@@ -42,8 +42,7 @@ class Link:
         return event
 
     def send(self, values: Tensor, to: Tensor) -> None:
-        """Begin to copy a tensor back."""
-        self.follow()
+        """Begin to copy a tensor back, behind what `follow` was called behind."""
         with torch.cuda.stream(self._outgoing):
             to.copy_(values, non_blocking=True)
         to.record_stream(self._outgoing)
