@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     Dataset,
+    DistributedSampler,
     RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -25,7 +26,7 @@ from programs import Programs
 
 from .resumable import goes_on
 from .shapes import Mapped
-from .torch_and_ours import assert_same, without_sanitizer
+from .torch_and_ours import assert_same, plain, without_sanitizer
 
 N = 1000
 DATA = TensorDataset(torch.arange(N))
@@ -132,6 +133,39 @@ class Counted(Sequence[int]):
         if self.asked == self.wrong:
             raise KeyError("no such index")
         return index
+
+
+RESIZED: dict[str, Any] = {
+    "in order": lambda data: None,
+    "shuffled": RandomSampler,
+    "by a generator": lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(1)),
+    "of a part": lambda data: SubsetRandomSampler(range(90)),
+    "of a rank": lambda data: DistributedSampler(data, 2, 1),
+    "asked": lambda data: range(5, 95),
+}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("sampler", RESIZED)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [TensorDataset(torch.arange(100)), range(100)], ids=type)
+def test_another_batch_size_in_the_middle(
+    data: Any, workers: int, sampler: str, drop_last: bool
+) -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        torch.manual_seed(0)
+        order = RESIZED[sampler](data)
+        loader: Any = kind(data, 4, sampler=order, drop_last=drop_last, num_workers=workers)
+        seen = []
+        for number, batch in enumerate(loader):
+            seen.append((plain(batch), torch.default_generator.get_state().tolist()))
+            loader.batch_sampler.batch_size = {1: 3, 4: 7, 5: 1, 9: 200}.get(
+                number, loader.batch_sampler.batch_size
+            )
+        found.append(seen)
+    assert [batch for batch, _ in found[0]] == [batch for batch, _ in found[1]]
+    assert [state for _, state in found[0]] == [state for _, state in found[1]]
 
 
 def test_a_subset_is_asked_as_it_is_needed() -> None:

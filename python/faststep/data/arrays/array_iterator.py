@@ -219,6 +219,15 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             self._add(number, run, run, submits)
             number += 1
 
+    def _set_batch_size(self, order: Order, asked: int) -> None:
+        """torch, which has asked for so many batches, asks for the next one by its new size."""
+        if order.set_batch_size(asked, self._batch_sampler.batch_size):
+            stale = [entry.indices for entry in self._queue if entry.number >= asked]
+            if stale:
+                order.take_back(stale)
+            self._queue = deque(entry for entry in self._queue if entry.number < asked)
+            self._known, self._requested = NO_RUN, asked
+
     def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
         size = max(1, order.batch_size * self._plan.row_bytes)
@@ -284,6 +293,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             if not self._num_workers:
                 self._see_changes()
             asked = progress.delivered + self._asked_ahead
+            if order is not None and order.batch_size != self._batch_sampler.batch_size:
+                self._set_batch_size(order, asked - 1)
             if order is None or asked > self._requested:
                 self._request_until(asked)
             if order is not None:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from ..types import State
 from .draws import generator_of, noting, repeating
 from .of_sampler import epoch_of, parts_of
-from .orders import other_epoch
+from .orders import other_epoch, start_of
 from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
 
@@ -31,6 +31,8 @@ class AskedOrder(Iterator[object]):
 
     def __init__(self, sampler: Any, ahead: int, every: int | None, state: State | None) -> None:
         self.batch_size: int = sampler.batch_size if type(sampler) is BatchSampler else 0
+        self._sampler = sampler
+        self._sizes = [(0, 0, self.batch_size or 1)]
         self._drop_last = self.batch_size > 0 and sampler.drop_last
         self._asked = asked_by(sampler)
         self._own = generator_of(*parts_of(self._asked))
@@ -107,6 +109,9 @@ class AskedOrder(Iterator[object]):
     def _take(self) -> list[object]:
         if not self.batch_size:
             return [next(self._iterator)]
+        if not self._drop_last and self.batch_size != self._sampler.batch_size:
+            self.batch_size = self._sampler.batch_size  # as torch's BatchSampler looks each time
+            self._sizes.append((self.position, self._given, self.batch_size))
         batch = [*islice(self._items, self.batch_size)]
         self._ended = len(batch) < self.batch_size
         if self._ended and (self._drop_last or not batch):
@@ -136,7 +141,7 @@ class AskedOrder(Iterator[object]):
 
     def state_after(self, batches: int) -> State:
         """The state to go on with after so many batches of those since the epoch was taken up."""
-        given = self._given if batches == self.position else batches * (self.batch_size or 1)
+        given = self._given if batches == self.position else start_of(batches, self._sizes)
         state = {**self._identity(), "items_yielded": self._before + given, "draws": {}}
         if self._epoch is not None:
             state["epoch"] = self._epoch

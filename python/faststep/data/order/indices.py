@@ -50,7 +50,7 @@ class Indices:
             )
         else:
             self.source = order
-            self.drawn = _KnownIndices(order, batched=batches is self._sampler)
+            self.drawn = _KnownIndices(order, batches, batched=batches is self._sampler)
         if self.delivered:
             self.drawn = _Without(self.drawn, self.delivered)
         return self.drawn
@@ -83,8 +83,9 @@ class _Without(Iterator[object]):
 class _KnownIndices(Iterator[object]):
     """The batches of torch's batch sampler, with its draws, where all of it is known at once."""
 
-    def __init__(self, order: Order, batched: bool) -> None:
+    def __init__(self, order: Order, batch_sampler: Any, batched: bool) -> None:
         self._order = order
+        self._batch_sampler = batch_sampler
         self._batched = batched
         self.position = 0
         self._ended = False
@@ -94,6 +95,9 @@ class _KnownIndices(Iterator[object]):
 
     def __next__(self) -> object:
         number = self.position
+        size = self._batch_sampler.batch_size
+        if size != self._size and self._order.set_batch_size(number, size):
+            self._size, self._indices, self._at = size, [], 0
         if not self._ended:
             self._ended = True  # stays if `request` raises, as a generator in torch would end
             self._order.request(number)  # one request more than there are batches, as torch's

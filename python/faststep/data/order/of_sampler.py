@@ -8,7 +8,7 @@ an epoch can be resumed at any batch. Any other sampler is asked batch by batch,
 from __future__ import annotations
 
 import functools
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class OnceDrawnOrder(Order):
             self.error = error
             raise
         return self._list[:count], 0, count
+
+    def take_back(self, runs: list[Run]) -> None:
+        before = [items[start : start + count] for items, start, count in runs[:-1]]
+        self._list = [*chain(*before), *self._list]  # which begins with the last run
+        self._list_from -= sum(map(len, before))
 
     def _global(self) -> torch.Generator:
         weights = getattr(self.sampler, "weights", None)

@@ -13,6 +13,12 @@ AT_ONCE = 1 << 14  # indices computed at a time, where they are
 Run = tuple[Any, int, int]  # indices: a list or an int64 tensor; the first place in it; how many
 
 
+def start_of(batch: int, sizes: list[tuple[int, int, int]]) -> int:
+    """The first sample of a batch, where sizes begin with a batch and its first sample."""
+    first, start, size = next(turn for turn in reversed(sizes) if turn[0] <= batch)
+    return start + (batch - first) * size
+
+
 class Order:
     """The order of an epoch, in batches. They are asked for from the first to the last.
 
@@ -42,10 +48,34 @@ class Order:
             self._load(state)
             self.skipped = state["samples_yielded"]
         self._samples = max(0, self._count())
-        left = self._samples % batch_size
-        self.batches = self._samples // batch_size + (left > 0 and not drop_last)
+        self._sizes = [(0, 0, batch_size)]  # first batches of a size, and their first samples
+        self._count_batches()
+
+    def _count_batches(self) -> None:
+        first, start, size = self._sizes[-1]
+        whole, left = divmod(self._samples - start, size)
+        self.batches = first + whole + (left > 0 and not self.drop_last)
         # the request at which torch's sampler would run to its end
-        self._last = max(0, self.batches if drop_last or not left else self.batches - 1)
+        self._last = max(0, self.batches if self.drop_last or not left else self.batches - 1)
+
+    def set_batch_size(self, batch: int, size: int) -> bool:
+        """Gives batches another size, from one on that torch has not asked for; False if none has.
+
+        torch's BatchSampler looks at its `batch_size` for each batch, but for `drop_last`.
+        """
+        start = self._start_of(batch)
+        if self.drop_last or type(size) is not int or size < 1 or start >= self._samples:
+            return False
+        self._sizes.append((batch, start, size))
+        self.batch_size = size
+        self._count_batches()
+        return True
+
+    def _start_of(self, batch: int) -> int:
+        return start_of(batch, self._sizes)
+
+    def take_back(self, runs: list[Run]) -> None:
+        """These newest runs will be asked for again, in other batches."""
 
     def request(self, batch: int) -> None:
         """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
@@ -67,12 +97,12 @@ class Order:
         What a signal handler raises inside changes nothing: the same may be asked for again. An
         exception of the sampler is `error` from then on.
         """
-        start = batch * self.batch_size
+        start = self._start_of(batch)
         return self._indices(start, min(batches * self.batch_size, self._samples - start))
 
     def samples_in(self, batches: int) -> int:
         """Samples in the first batches, those before them included."""
-        return self.skipped + min(self._samples, batches * self.batch_size)
+        return self.skipped + min(self._samples, self._start_of(batches))
 
     def state_after(self, batches: int) -> State:
         return {**self.state, "samples_yielded": self.samples_in(batches)}
