@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import types
 from typing import Any
@@ -519,3 +520,19 @@ def disabled(library: Library, watch: Watch) -> None:
     scaler.update()
     scaler.load_state_dict({})
     watch("after", [p, scaler.get_scale(), pickle.loads(pickle.dumps(scaler)).state_dict()])
+
+
+def one_gradient_of_two_parameters(library: Library, watch: Watch) -> None:
+    """torch divides it by the scale once per parameter."""
+    for size, unscales in itertools.product((7, 70_000), (False, True)):
+        params = [nn.Parameter(torch.linspace(-1, 1, size)) for _ in range(2)]
+        optimizer = library.optim.SGD(params, lr=0.1)
+        scaler = library.GradScaler("cpu", init_scale=8.0)
+        grad = torch.linspace(1, 2, size) * 64
+        for param in params:
+            param.grad = grad
+        scaler.scale(torch.ones(()))
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        watch("stepped", [some[:: size // 7] for some in (*params, grad)])

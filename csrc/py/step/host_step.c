@@ -206,6 +206,10 @@ int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_option
         return -1;
     if (fst_plan_seal(&part->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
         return fst_raise_int(&status);
+    if (options->measure_found_inf > 1 && part->plan.round_count > 1) {
+        PyErr_SetString(PyExc_ValueError, "parameters or gradients share memory");
+        return -1;
+    }
     outcome->measured = work.measure && !work.skip;
     if (!work.skip && run_passes(&module->tensors, self, &work, &status)) {
         if (status.code)

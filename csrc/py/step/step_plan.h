@@ -161,7 +161,8 @@ typedef enum { FST_STEP_WHOLE, FST_STEP_MEASURE, FST_STEP_APPLY } fst_step_phase
 typedef struct {
     /* {device: (grad_scale, found_inf, norm)}, tensors or None; NULL: all None */
     PyObject *scalars;
-    int measure_found_inf; /* 2: and fp16 gradients are refused, as torch's unscale_ does */
+    int measure_found_inf; /* 2: and fp16 gradients are refused, as torch's unscale_ does, and in
+                            * host memory those that are shared, which it divides repeatedly */
     int write_grads;
     int measure_undivided; /* measure the gradients as they are; for a step without the two above */
     double max_norm;       /* NaN: no clipping */
