@@ -14,7 +14,7 @@ from faststep.offloading import memory
 from faststep.offloading.places import mark
 from faststep.optim.param_shards import CHUNK
 from offload.common import assert_same, bits
-from ranks import on_cuda_ranks
+from ranks import on_cuda_cases, on_cuda_ranks
 from zero import test_offloaded_shards as shards
 from zero.common import differences, grads_for
 from zero.test_offloaded_shards import BF16, F32, Run, adamw, both, plain, step
@@ -64,7 +64,7 @@ def test_loops(rank: int, world: int, how: str) -> None:
         shards.check_loop(rank, how, stage=1 + ("clip" in how), **THERE)
 
 
-@on_cuda_ranks(2, scaler=("torch", "faststep"), clips=(True, False))
+@on_cuda_cases([(2, "torch", True), (2, "faststep", False)])
 def test_scalers(rank: int, world: int, scaler: str, clips: bool) -> None:
     with offloading():
         shards.check_scaler(rank, scaler, clips, False, **THERE)
