@@ -63,7 +63,7 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 def _is_for_torch() -> bool:
     """True if torch's own functions must run, because its operators are traced or watched."""
-    return torch.compiler.is_compiling() or bool(is_watched())
+    return torch.compiler.is_compiling() or is_watched()
 
 
 def _ready(parameters: Tensor | Iterable[Tensor]) -> _Tensors:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import functools
 import io
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import optimizer as of_torch
 
 from .watch import Library, Watch
@@ -294,3 +297,82 @@ def hooks_of_state_dicts(library: Library, watch: Watch) -> None:
         saved = optimizer.state_dict()
         watch("note", saved["note"])
         optimizer.load_state_dict(saved)
+
+
+def hooks_that_a_closure_sets(library: Library, watch: Watch) -> None:
+    """They are called at the end of the same step, and one that it removes is not."""
+    for name in ("SGD", "AdamW", "Adafactor"):
+        params = _params()
+        optimizer = getattr(library.optim, name)(params, lr=0.1)
+        register = (
+            optimizer.register_step_post_hook,
+            of_torch.register_optimizer_step_post_hook,
+        )
+        for add in register:
+            handles: list[Any] = []
+
+            def closure(
+                params: Any = params, handles: list[Any] = handles, add: Any = add
+            ) -> float:
+                _grads(params, 0)
+                if handles:
+                    handles.pop().remove()
+                else:
+                    handles.append(add(lambda _, args, kwargs: watch("post", [len(args), kwargs])))
+                return 1.0
+
+            for _ in range(2):
+                watch("loss", optimizer.step(closure))
+
+
+def state_dicts_that_hooks_replace(library: Library, watch: Watch) -> None:
+    params = _params()
+    optimizer = library.optim.AdamW(params, lr=0.1)
+    _grads(params, 0)
+    optimizer.step()
+    optimizer.register_state_dict_post_hook(lambda _, states: {"mine": states["state"]})
+    watch.error("saved", optimizer.state_dict)
+
+
+def states_of_the_script(library: Library, watch: Watch) -> None:
+    """Beside those of parameters, and mappings that are no dictionaries."""
+    for name in ("SGD", "AdamW", "Adafactor"):
+        params = _params()
+        optimizer = getattr(library.optim, name)(params, lr=0.1)
+        for key, value in (("count", 5), ("none", None), ("of", {"a": 1}), ("list", [1])):
+            optimizer.state[key] = value
+        _grads(params, 0)
+        optimizer.step()
+        watch.states("saved", optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+        for param in params:
+            optimizer.state[param] = collections.UserDict(optimizer.state[param])
+        watch.error("with mappings", optimizer.step)
+        watch.states("saved", optimizer)
+        watch("params", params)
+
+
+def nesterov_that_is_no_number(library: Library, watch: Watch) -> None:
+    for nesterov in (None, "", "yes", 1):
+        params = _params()
+        optimizer = library.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=nesterov)
+        for step in range(2):
+            _grads(params, step)
+            watch.error("stepped", optimizer.step)
+        watch("params", params)
+
+
+def steps_that_are_traced(library: Library, watch: Watch) -> None:
+    for name in ("SGD", "AdamW"):
+
+        def step(name: str, param: Tensor, grad: Tensor) -> Tensor:
+            param = param.clone()
+            param.grad = grad.clone()
+            getattr(library.optim, name)([param], lr=0.1).step()
+            return param
+
+        of_class, example = functools.partial(step, name), (torch.ones(2), torch.ones(2))
+        watch("graph", make_fx(of_class)(*example).code)
+        traced = torch.jit.trace(of_class, example, check_trace=False)
+        watch("result", traced(torch.full((2,), 2.0), torch.full((2,), 3.0)))

@@ -8,10 +8,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-# Not 0 inside a TorchDispatchMode, which sees torch's operators and nothing that C does.
-is_watched: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
+_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
     lambda: int(_get_current_dispatch_mode() is not None)
 )
+_tracing_state = torch._C._get_tracing_state
+
+
+def is_watched() -> bool:
+    """True in a TorchDispatchMode and in torch.jit.trace.
+
+    Both see torch's operators, and nothing that C does.
+    """
+    return _depth() > 0 or _tracing_state() is not None
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -24,5 +32,5 @@ def is_transformed() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or _tracing_state() is not None
     )

@@ -161,7 +161,7 @@ def cross_entropy(
 
 def _is_seen(tensor: Tensor) -> bool:
     """True where somebody sees torch's operators, or transforms them."""
-    return bool(is_watched()) or is_transformed() or is_batched(tensor)
+    return is_watched() or is_transformed() or is_batched(tensor)
 
 
 def _found(logits: Tensor, given: _Arguments) -> _Found | None:

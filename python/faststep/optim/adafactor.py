@@ -91,6 +91,9 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
             what, value = self._called(plan, params, rules)
         if what == "missing":
             group, index = value[0]
+            if "step" in self.state[params[group][index]]:  # a mapping of a script
+                self._step_by_torch(self.param_groups, "a state that is no dict")
+                return
             raise self._explained(params, group, index, "state", "key", "has no 'step'")
         if what == "done":
             if written := value[2]:

@@ -23,7 +23,7 @@ from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
-from .load_states import loading_states, show_as_torch
+from .load_states import before_hooks, loading_states, show_as_torch
 from .lost_updates import warn_of_lost_updates
 from .masters import check_new_group, complete_states, ending_of, new_dtype, refuse_by_torch
 from .param_shards import Shards
@@ -326,9 +326,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """
         with states_on_host(self):
             complete_states(self)
-            state_dict = super().state_dict()
-            show_as_torch(self, state_dict, native)
-        return state_dict
+            show = functools.partial(show_as_torch, self, native=native)
+            return before_hooks(self, super().state_dict, show)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; beside masters states stay fp32, and without `master_weights` none are kept.

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
+from .._torch.modes import is_watched
 from .._torch.optim import CALLED_BY_STEPS, global_post_hooks, global_pre_hooks, is_torchs
 
 
@@ -99,8 +100,8 @@ class HookedOptimizer(Optimizer):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Put around `step` the hooks and the report to profilers that torch puts there.
 
-        The report takes longer than the step of a small model. It is left out if no profiler runs
-        and no hook is set.
+        The report takes longer than the step of a small model. It is left out if no profiler runs,
+        no mode sees it, no hook is set and the step has no closure, which may set one.
         """
         whole = Optimizer.profile_hook_step(func)
         if not is_torchs(Optimizer.profile_hook_step):
@@ -117,7 +118,8 @@ class HookedOptimizer(Optimizer):
                 around = Optimizer.profile_hook_step(type(self)._step_around_script)
                 return around(self, *args, **kwargs)
             hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-            if hooked or global_pre_hooks or global_post_hooks or _C.is_recorded():
+            seen = hooked or global_pre_hooks or global_post_hooks or _C.is_recorded()
+            if seen or is_watched() or args or kwargs:  # a closure may set hooks
                 return whole(self, *args, **kwargs)
             return func(self, *args, **kwargs)
 

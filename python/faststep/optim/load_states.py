@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -129,11 +129,9 @@ class _Loading(NamedTuple):
 
 def _has_narrow(state_dict: dict[str, Any]) -> bool:
     """True if there are codes, scales or states in bfloat16."""
-    states = state_dict.get("state", {}).values()
     return any(
         key == SCALES or are_codes(value) or getattr(value, "dtype", None) is torch.bfloat16
-        for state in states
-        if isinstance(state, dict)
+        for state in _states_of(state_dict).values()
         for key, value in state.items()
     )
 
@@ -180,13 +178,29 @@ def _on_device(value: Tensor, param: Tensor) -> Tensor:
     return value if value.device == param.device else value.to(param.device)
 
 
+def before_hooks(
+    optimizer: Optimizer,
+    made: Callable[[], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """A state dict that torch has `made`, and `show` has changed before hooks of the script."""
+    if not optimizer._optimizer_state_dict_post_hooks:  # two threads may save at the same time
+        show(state_dict := made())
+        return state_dict
+    handle = optimizer.register_state_dict_post_hook(lambda _, own: show(own), prepend=True)
+    try:
+        return made()
+    finally:
+        handle.remove()
+
+
 def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
     """Give a state dict what torch's would have in place of codes, remainders and counters.
 
     Args:
         native: leave codes and remainders as they are.
     """
-    states = state_dict["state"]
+    states = _states_of(state_dict)
     show_plain(optimizer, state_dict, native)
     for group in state_dict["param_groups"]:
         if group.get("fused") or group.get("capturable") or optimizer._counts_on_device:
@@ -196,7 +210,13 @@ def show_as_torch(optimizer: Steppable, state_dict: dict[str, Any], native: bool
             counts = {key: state.get(key) for key in ("step", *optimizer._numbers)}
             if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
                 moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
-                states[index] = {**state, **moved}
+                state_dict["state"][index] = {**state_dict["state"][index], **moved}
+
+
+def _states_of(state_dict: dict[str, Any]) -> dict[Any, Mapping[str, Any]]:
+    """Those of parameters; a script may have put values of its own beside them."""
+    entries = state_dict.get("state", {}).items()
+    return {key: state for key, state in entries if isinstance(state, Mapping)}
 
 
 def hide_options(optimizer: Steppable, state_dict: dict[str, Any]) -> None:
@@ -213,11 +233,11 @@ def _drop_options(group: dict[str, Any]) -> None:
 def show_plain(optimizer: Steppable, state_dict: dict[str, Any], native: bool) -> None:
     """The same, but for counters."""
     hide_options(optimizer, state_dict)
-    states = state_dict["state"]
+    states = _states_of(state_dict)
     if not native and any(SCALES in state for state in states.values()):
         indices = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         formats = StateFormats(optimizer)
         for index, param in zip(indices, params_of(optimizer)):  # noqa: B905 - as give_masters
             if SCALES in states.get(index, {}):
-                states[index] = decoded(states[index], formats.shard_of(param))
+                state_dict["state"][index] = decoded(states[index], formats.shard_of(param))
     give_masters(optimizer, state_dict, native)

@@ -19,6 +19,7 @@ from .._devices import HOST, ordinal_of
 from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.dtensors import LayoutError, align, align_states, wait_for
+from .by_torch import LeftToTorchError
 from .codes import SCALES, are_codes
 from .masters import MASTER, begin_state, keys_for, own_keys
 from .request import Rule, Steppable, StepRequest
@@ -213,9 +214,11 @@ class PlanStep:
         optimizer, before = self.optimizer, self.new or []
         for which, index in missing:
             keys = keys_for(rules[which], self.params[which][index])
-            if (which, index) in before:  # it is there, but None
+            if (which, index) in before:  # it is there, but None, or in a mapping of a script
                 state = optimizer.state[self.params[which][index]]
-                key = next(key for key in keys if state.get(key) is None)
+                key = next((key for key in keys if state.get(key) is None), None)
+                if key is None:
+                    raise LeftToTorchError(f"a state in a {type(state).__name__}")
                 place = self.place(which, index)
                 raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
         for which, index in missing:

@@ -1,6 +1,6 @@
 """SGD."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 from .arguments import composed
 from .base import FusedOptimizer
 from .codes import SCALES
-from .request import Formula, formula
+from .param_shards import Shards
+from .request import Formula, Rule, formula
 
 
 @composed
@@ -32,6 +33,14 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     def _formula_of(self, group: dict[str, Any]) -> Formula:
         return self._with_momentum if group["momentum"] else self._formula
+
+    def _rules(
+        self, groups: Sequence[dict[str, Any]] = (), found: list[Shards | None] | None = None
+    ) -> list[Rule]:
+        given = groups or self.param_groups
+        if not all(isinstance(group["nesterov"], (int, float)) for group in given):
+            given = [{**group, "nesterov": bool(group["nesterov"])} for group in given]
+        return super()._rules(given, found)
 
     def _drop_new_state(self, param: Tensor) -> None:
         for key in ("momentum_buffer", SCALES):  # not there if memory ran out before

@@ -7,6 +7,7 @@ own part.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from ..._torch.checkpoint import Wanted, wanted_states
 from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
 from ...optim.codes import SCALES, are_codes, shown
-from ...optim.load_states import hide_options, loading_states, show_plain
+from ...optim.load_states import before_hooks, hide_options, loading_states, show_plain
 from ...optim.masters import MASTER, StateFormats, complete_states, joined, put_scales
 from ...optim.param_shards import shard_of
 from ...optim.step import states_on_host
@@ -59,9 +60,8 @@ class StateDicts(Optimizer):
         if self._engine is None:
             with self._on_host():
                 complete_states(self._owned)
-                state_dict = super().state_dict()
-                show_plain(self._owned, state_dict, native)
-            return state_dict
+                show = functools.partial(show_plain, self._owned, native=native)
+                return before_hooks(self, super().state_dict, show)
         wanted, whole = wanted_states(), self._consolidated
         if whole is None or wanted is not None or native:
             self._prepare_states()
@@ -69,11 +69,10 @@ class StateDicts(Optimizer):
         mine = self.state
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
-            state_dict = super().state_dict()
+            hide = functools.partial(hide_options, self._owned)
+            return before_hooks(self, super().state_dict, hide)
         finally:
             self.state = mine
-        hide_options(self._owned, state_dict)
-        return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, for a `state_dict()` that this rank alone calls.
