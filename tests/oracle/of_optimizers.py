@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import io
 from typing import Any
 
@@ -364,15 +363,17 @@ def nesterov_that_is_no_number(library: Library, watch: Watch) -> None:
 
 
 def steps_that_are_traced(library: Library, watch: Watch) -> None:
-    for name in ("SGD", "AdamW"):
-
-        def step(name: str, param: Tensor, grad: Tensor) -> Tensor:
+    def stepping(kind: Any) -> Any:
+        def stepped(param: Tensor, grad: Tensor) -> Tensor:
             param = param.clone()
             param.grad = grad.clone()
-            getattr(library.optim, name)([param], lr=0.1).step()
+            kind([param], lr=0.1).step()
             return param
 
-        of_class, example = functools.partial(step, name), (torch.ones(2), torch.ones(2))
-        watch("graph", make_fx(of_class)(*example).code)
-        traced = torch.jit.trace(of_class, example, check_trace=False)
+        return stepped
+
+    for name in ("SGD", "AdamW"):
+        stepped, example = stepping(getattr(library.optim, name)), (torch.ones(2), torch.ones(2))
+        watch("graph", make_fx(stepped)(*example).code)
+        traced = torch.jit.trace(stepped, example, check_trace=False)
         watch("result", traced(torch.full((2,), 2.0), torch.full((2,), 3.0)))
