@@ -347,6 +347,21 @@ def test_torchs_scaler(world: late.Late, scale: float, unscales: bool) -> None:
         assert_same(bits(twins.found()), bits([p.detach() for p in twins.cpu]))
 
 
+def test_gradients_go_back_when_all_are_unscaled(world: late.Late) -> None:
+    """A slow copy to the host holds their updates up."""
+    world.machine.lag(0)
+    twins = Twins(world)
+    twins.handle._copies.pipe.pace(2e6, 0.0)
+    twins.backward(0, 512.0)
+    for optimizer, device in ((twins.a, "cpu"), (twins.b, "cuda")):
+        scaler = torch.amp.GradScaler("cpu", 512.0)
+        scaler._lazy_init_scale_growth_tracker(torch.device(device))
+        scaler.step(optimizer)
+    read = [world.read(param.grad) for param in twins.cuda]
+    twins.assert_same()
+    assert_same(bits(read), bits([param.grad for param in twins.cpu]))
+
+
 def test_gradients_are_written_back(world: late.Late) -> None:
     twins = Twins(world, max_grad_norm=0.1, keep_grads=True)
     for step in range(2):
