@@ -231,6 +231,21 @@ def test_shard_in_one_process(world: late.Late, gather: Any, tmp_path: Any) -> N
                 optimizer.load_state_dict(torch.load(tmp_path / "states"))
 
 
+def test_parameters_that_come_again_while_they_go_back(world: late.Late) -> None:
+    """As those that a script's collectives may have written, when no module has waited for them."""
+    twins = Twins(world)
+    twins.handle.remove()
+    twins.handle = faststep.offload(twins.b, model=Layers(twins.cuda), threads=1)
+    for step in range(3):
+        twins.backward(step)
+        for place in twins.handle._copies.places.entries():
+            place.written = (-1, 0)
+        twins.a.step()
+        twins.b.step()
+    twins.handle.wait()
+    twins.assert_same()
+
+
 def replaced(twins: Twins) -> None:
     twins.cuda[0].grad = twins.new(twins.grads(7)[0])
 

@@ -163,10 +163,8 @@ class Copies:
             )
 
     def refresh(self, param: Tensor, place: Place) -> None:
-        """Copy a parameter that a script has written since it was returned."""
+        """Copy a parameter that a script has written since `wait` has returned it."""
         if place.written != mark(param):
-            if self.link is not None:
-                self.link.join()
             place.values.copy_(param.detach())
             place.written = mark(param)
 
