@@ -36,6 +36,25 @@ def doctor(
     return python(folder, *words, PATH=str(path or os.environ["PATH"]))
 
 
+def left_behind(files: set[Path]) -> list[Path]:
+    """Those that stay though no process maps them; programs beside the test have their own."""
+    found: list[Path] = []
+    for _ in range(100):
+        maps = [_text_of(path) for path in Path("/proc").glob("[0-9]*/maps")]
+        found = [one for one in files if one.exists() and not any(str(one) in m for m in maps)]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # of a process that has ended, or of another user
+
+
 @needs_sandbox
 def test_a_whole_answer(tmp_path: Path) -> None:
     """What is proven is saved, `run --with` does it, and nothing of all runs is left."""
@@ -63,7 +82,7 @@ def test_a_whole_answer(tmp_path: Path) -> None:
     files = ("--json", "answer.json", "--save", "proven.json", "--html", "page.html")
     done = doctor(tmp_path, "--minutes", 2, "--only", "loader", *files, script, 100)
     assert done.returncode == 0, done.stderr
-    assert {*Path("/dev/shm").iterdir()} == before
+    assert left_behind({*Path("/dev/shm").iterdir()} - before) == []
     made = {"answer.json", "proven.json", "page.html"}
     assert {path.name for path in tmp_path.iterdir()} == made | {"last.pt", "train.py"}
     assert (tmp_path / "last.pt").read_text() == "mine"
@@ -126,7 +145,10 @@ def test_runs_are_forked_from_one_process(
     monkeypatch.chdir(tmp_path)
     runs = Runs(Program(str(script), []), time.monotonic() + 120, False, kind)
     first = runs.measure(Length(0.1, 5))
-    assert runs.measure(Length(0.1, 5))["losses"] == first["losses"]
+    again = runs.measure(Length(0.1, 5))
+    both = [*zip(first["losses"], again["losses"], strict=False)]  # of as many steps as both made
+    assert len(both) >= 5
+    assert all(one == other for one, other in both)
     assert first["peak"] > 100 << 20
     assert len(started) == 1
     (tmp_path / "dies").touch()
