@@ -18,7 +18,10 @@ try:
 except ImportError:  # missing where nothing but tests/gpu runs
     pass
 else:
-    hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.register_profile(
+        "default", deadline=None, derandomize=True, database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a clock as well
+    )  # fmt: skip
     hypothesis.settings.load_profile("default")
 
 

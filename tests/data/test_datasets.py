@@ -273,7 +273,10 @@ def test_attention_stays_within_documents(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1).view(4, 32, 8), want)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.data())
 def test_files_of_any_content(tmp_path: Path, data: Any) -> None:
     """A clear error that names the file, or windows of exactly what is in it."""

@@ -177,6 +177,7 @@ def no_unshare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: str) -> None:
     if kind == "scratch" and not scratch.is_available(network=False):
         pytest.skip("no Landlock")
+    mark = f"41{os.getpid()}.25"
     (tmp_path / "kept").write_text("before")
     script = tmp_path / "train.py"
     script.write_text(
@@ -185,7 +186,7 @@ def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: st
         "os.remove('train.py')\n"
         "os.makedirs('new/folder')\n"
         "subprocess.run(['touch', '/tmp/faststep-doctor-left'])\n"
-        "subprocess.Popen(['sleep', '4242'])\n"
+        f"subprocess.Popen(['sleep', '{mark}'])\n"
         "weight = torch.nn.Parameter(torch.ones(512, 512))\n"
         "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
         "for _ in range(200):\n"
@@ -204,7 +205,7 @@ def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: st
     commands = [
         path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _is_mine(path)
     ]
-    assert not [line for line in commands if b"4242" in line]
+    assert not [line for line in commands if mark.encode() in line]
 
 
 def _is_mine(path: Path) -> bool:

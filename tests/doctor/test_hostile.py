@@ -117,15 +117,16 @@ def test_a_script_that_never_lets_python_go_on_is_ended(
 
 
 def test_shared_memory_is_given_back_without_namespaces(of: Made) -> None:
-    text = """
+    mark = f"of-test-{os.getpid()}"
+    text = f"""
 from multiprocessing import shared_memory
-open("/dev/shm/faststep-file", "w").write("text")
-assert open("/dev/shm/faststep-file").read() == "text"
-memory = shared_memory.SharedMemory(create=True, size=100, name="faststep-memory")
+open("/dev/shm/{mark}-file", "w").write("text")
+assert open("/dev/shm/{mark}-file").read() == "text"
+memory = shared_memory.SharedMemory(create=True, size=100, name="{mark}-memory")
 train()
 """
     of("scratch", text).measure(Length(0.1, 5))
-    assert not [*Path("/dev/shm").glob("faststep-*")]
+    assert not [*Path("/dev/shm").glob(f"{mark}-*")]
 
 
 def test_a_remedy_that_hangs_is_an_error_of_its_own(of: Made) -> None:
