@@ -25,7 +25,8 @@ DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py steps.p
     $(addprefix tests/gpu/test_,amp.py bits.py graphs.py lists.py)
 # Of the loader, what starts no process: a lock of AddressSanitizer may be held while its owner forks.
 LOADER_TESTS := tests/test_abi.py $(addprefix tests/data/test_,datasets.py formats_arrays.py lifetime.py \
-    orders.py::test_is_a_permutation orders.py::test_ranks_share_the_samples transforms.py)
+    orders.py::test_is_a_permutation orders.py::test_ranks_share_the_samples transforms.py \
+    $(addprefix formats_tfrecord.py::test_,any_damage_is_a_clear_error noise_is_no_record))
 SANITIZE := address,undefined
 # libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
 PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)

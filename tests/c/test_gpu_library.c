@@ -1,5 +1,5 @@
-/* How the driver is found, or is not: without one, with one that is too old, on machines that do
- * not fit, with files that are no kernels, and after a fork. Each part has a process of its own. */
+/* How the driver is found: installed late, older than the kernels, with files that are no kernels,
+ * and after a fork. Each part has a process of its own. */
 #include <dlfcn.h>
 
 #include "base/device.h"
@@ -58,31 +58,6 @@ static void no_driver(void *argument)
     fst_gpu_kernels_in_memory(fatbin, sizeof fatbin);
     refuses(FST_UNSUPPORTED, "no NVIDIA driver: libcuda.so.1");
     load(FAKE_CUDA, KERNELS); /* installed meanwhile */
-    works();
-}
-
-static void old_driver(void *argument)
-{
-    (void)argument;
-    load(OLD_CUDA, KERNELS);
-    machine(1, 90, 10020);
-    refuses(FST_UNSUPPORTED,
-            "the NVIDIA driver (for CUDA 10.2) is too old: it has no cuStreamGetCaptureInfo_v2");
-}
-
-static void machines_that_do_not_fit(void *argument)
-{
-    (void)argument;
-    load(FAKE_CUDA, KERNELS);
-    machine(0, 90, 13000);
-    refuses(FST_DEVICE_FAILED, "cuInit: CUDA_ERROR_NO_DEVICE");
-    machine(1, 61, 13000);
-    refuses(FST_DEVICE_FAILED, "cuModuleLoadData on CUDA device 0: CUDA_ERROR_NO_BINARY_FOR_GPU");
-    refuses(FST_DEVICE_FAILED, "than Fake GPU 0 (compute capability 6.1)");
-    machine(1, 90, 12040);
-    refuses(FST_DEVICE_FAILED, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION");
-    refuses(FST_DEVICE_FAILED, "a newer driver than one for CUDA 12.4");
-    machine(1, 90, 13000);
     works();
 }
 
@@ -158,18 +133,6 @@ static void files(void *argument)
     close(file);
 }
 
-/* For programs that do not know that the driver is not the real one. */
-static void failure_from_the_environment(void *argument)
-{
-    (void)argument;
-    CHECK_INT(setenv("FAKE_CUDA_FAIL", "cuInit:1:2", 1), 0);
-    load(FAKE_CUDA, KERNELS);
-    CHECK(!fst_gpu_tables_new(0, &status));
-    CHECK_INT(status.code, FST_NO_MEMORY);
-    CHECK_CONTAINS(status.message, "cuInit: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
-    works();
-}
-
 static void child_of_a_user(void *argument)
 {
     const fst_loss_scale_launch launch = {.scale = 0};
@@ -213,12 +176,9 @@ int main(void)
         in_child(no_driver, NULL, "no driver");
     else
         dlclose(real);
-    in_child(old_driver, NULL, "an old driver");
-    in_child(machines_that_do_not_fit, NULL, "machines that do not fit");
     in_child(driver_older_than_the_kernels, NULL, "a driver older than the kernels");
     in_child(kernels_that_are_missing, NULL, "kernels that are missing");
     in_child(files, NULL, "files");
-    in_child(failure_from_the_environment, NULL, "a failure from the environment");
     in_child(forks, NULL, "forks");
     return check_report();
 }

@@ -63,17 +63,6 @@ void fake_cuda_fail(const char *call, long nth, int code)
     fake_unlock();
 }
 
-/* From the environment, for programs that do not know that the driver is not the real one. */
-__attribute__((constructor)) static void start(void)
-{
-    const char *wish = getenv("FAKE_CUDA_FAIL");
-    char call[64];
-    long nth;
-    int code;
-    if (wish && sscanf(wish, "%63[^:]:%ld:%d", call, &nth, &code) == 3)
-        fake_cuda_fail(call, nth, code);
-}
-
 long fake_cuda_calls(const char *call)
 {
     long sum = 0;

@@ -22,8 +22,7 @@ struct fake_cuda_kernel {
 /* The kernels that cuModuleGetFunction finds; the table must stay. */
 void fake_cuda_use(const fake_cuda_kernel *kernels, size_t count);
 
-/* The n-th call from now on of an entry point returns `code`, once; with -1 every call does. Also
- * at start-up from the environment: FAKE_CUDA_FAIL=cuMemAlloc_v2:1:2 */
+/* The n-th call from now on of an entry point returns `code`, once; with -1 every call does. */
 void fake_cuda_fail(const char *call, long nth, int code);
 
 /* Calls of an entry point since the start; of all of them for NULL. */

@@ -112,6 +112,9 @@ def test_a_batch_that_is_written_past_the_caches() -> None:
     for dtype in TARGETS:
         got = gathered(ArrayDataset(converted(x, dtype, **options)))
         assert torch.equal(got, by_torch(x, dtype, **options))
+    labels = converted(torch.arange(50, dtype=torch.uint8), torch.int64)
+    both = ArrayDataset((converted(x, torch.float32), labels))
+    assert torch.equal(gathered(both)[1], torch.arange(50))
 
 
 def test_every_path_gives_the_same(tmp_path: Path) -> None:

@@ -180,6 +180,16 @@ def test_damage_is_named(tmp_path: Path) -> None:
         TFRecordDataset(tmp_path / "y")[1]
 
 
+@pytest.mark.parametrize("length", [9, 1 << 30, 1 << 63, 2**64 - 16, 2**64 - 1])
+def test_a_length_beyond_the_end_of_the_file(tmp_path: Path, length: int) -> None:
+    """With the checksum that belongs to it."""
+    head = struct.pack("<Q", length)
+    (tmp_path / "x").write_bytes(record(b"first") + head + masked(head) + bytes(12))
+    for kind in (TFRecordDataset, TFRecordStream):
+        with pytest.raises(FormatError, match=r"record 1, at byte 21: .*ends in the record's data"):
+            list(kind(tmp_path / "x", bytes))
+
+
 @settings(max_examples=150)
 @given(st.lists(st.binary(max_size=40), max_size=6), st.data())
 def test_any_damage_is_a_clear_error(records: list[bytes], data: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -225,6 +227,17 @@ def test_seed_and_epoch_are_the_key() -> None:
     again = KeyedSampler(range(1000), seed=1)
     again.set_epoch(2)
     assert tuple(again) == orders[1, 2]
+
+
+def test_all_orders_occur_and_long_ones_mix() -> None:
+    """Each of five comes to each place as often; neighbours of a billion are a third apart."""
+    five = KeyedSampler(range(5))
+    orders = [tuple(five) for _ in range(12_000)]
+    assert len(set(orders)) == 120
+    for place in zip(*orders, strict=True):
+        assert all(2_100 < times < 2_700 for times in Counter(place).values())
+    order = torch.tensor([*itertools.islice(KeyedSampler(Huge()), 20_000)], dtype=torch.float64)
+    assert abs(float(order.diff().abs().mean()) / len(Huge()) - 1 / 3) < 0.01
 
 
 def test_takes_no_random_numbers_and_minds_no_seed() -> None:

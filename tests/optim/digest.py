@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -78,6 +79,7 @@ def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> str:
 
 # Vectors, and matrices of every kind, also such as are split among threads.
 FACTORED = (
+    (5000, 1, 1),
     *((), (300,), (40_000,), (1, 7), (3, 700), (300, 65), (9000, 3), (6, 4, 3, 3), (2, 3, 90, 70)),
     *((300, 250), (40, 9000), (2, 270, 260), (70_000, 2), (2, 70_000)),
 )
@@ -102,11 +104,33 @@ def train_factored(dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
+ORDERS = (2.0, 1.0, 0.0, 3.0, math.inf, -math.inf)
+
+
+def pass_over(dtype: torch.dtype) -> str:
+    """What is measured, unscaled, clamped, scaled and added up of gradients."""
+    grads = [value.to(dtype, copy=True) for value in values(1)]
+    digest = hashlib.sha256()
+    for order in ORDERS:
+        norm, _ = faststep._C.norm(grads, order)
+        digest.update(norm.hex().encode())
+    sums = [value.to(some, copy=True) for value in values(2) for some in DTYPES]
+    terms = [grad for grad in grads for _ in DTYPES]
+    faststep._C.accumulate(sums, terms, 1 / 3, False)
+    faststep._C.accumulate(sums, terms, 1 / 3, False, [total.clone() for total in sums])
+    faststep._C.clamp(grads, 0.7)
+    faststep._C.scale(grads, 1 / 3)
+    for t in (*sums, *grads):
+        digest.update(t.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def lines() -> Iterator[str]:
     for dtype in DTYPES:
         for name, options in RUNS:
             yield f"{name} {options} {dtype} {train(name, options, dtype)}"
         yield f"Adafactor {dtype} {train_factored(dtype)}"
+        yield f"passes {dtype} {pass_over(dtype)}"
 
 
 if __name__ == "__main__":

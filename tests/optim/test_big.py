@@ -84,7 +84,7 @@ def large() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_more_than_2_to_the_31_elements(large: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """The norm and an SGD step reach the last element and nothing else."""
+    """Norms, an SGD step, clamping and unscaling reach the last element and nothing else."""
     value, gradient = large
     p = Parameter(value)
     p.grad = gradient
@@ -95,6 +95,14 @@ def test_more_than_2_to_the_31_elements(large: tuple[torch.Tensor, torch.Tensor]
     assert [p[2**31].item(), p[2**31 + 1].item(), p[-1].item()] == [0.75, 4.0, -1.0]
     assert p[: BLOCK // 2].count_nonzero() == 0
     assert p[-BLOCK // 4 :].count_nonzero() == 3
+    faststep.clip_grad_value_([p], 3.0)
+    _, found, _ = faststep._C.unscale_grads([p], 0.5, False)
+    assert not found
+    assert [gradient[2**31].item(), gradient[2**31 + 1].item(), gradient[-1].item()] == [
+        0.25, -1.5, 1.5
+    ]  # fmt: skip
+    gradient[-1] = torch.inf
+    assert faststep._C.unscale_grads([p], 1.0, False)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
