@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 import faststep
 from bench_rows import Plan, turns_of
-from contenders import CONTENDERS, OURS, Contender, Round
+from contenders import CONTENDERS, OURS, Contender, Round, UnavailableError
 from contest import Ring
 from report import as_text
 from timing import Contest, CopyMeter, Outcome
@@ -70,7 +70,10 @@ def test_every_chain_does_the_same_step(contender: Contender) -> None:
         gradient.div_(INIT_SCALE)
     torch.nn.utils.clip_grad_norm_(expected.parameters, 1.0)
     torch.optim.AdamW(expected.parameters, lr=1e-4).step()
-    contender.build(arena.parameters)()
+    try:
+        contender.build(arena.parameters)()
+    except UnavailableError as error:
+        pytest.skip(str(error))
     for p, q in zip(expected.parameters, arena.parameters, strict=True):
         torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-8)
 
@@ -128,7 +131,7 @@ def test_work_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("timing.available_bytes", lambda: 1 << 30)
     contest = Contest(Work("chain", "huge", ((1 << 30,),)))
     assert contest.round_of(CONTENDERS["chain"][0]) is None
-    assert contest.outcome.absent[OURS] == "needs 60 GiB of memory, 1 GiB are free"
+    assert contest.outcome.absent[OURS] == "needs 68 GiB of memory, 1 GiB are free"
 
 
 def test_outcome_takes_medians_and_ratios() -> None:

@@ -6,6 +6,7 @@ parallel region each.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from faststep.amp import GradScaler
 from programs import Programs
 
 FEW, MANY = 4, 400
-FAKE_TORCH = Path(__file__).parents[1] / "c" / "fake_torch.c"
+TESTS = Path(__file__).parents[1]
+FAKE_TORCH = TESTS / "c" / "fake_torch.c"
 
 
 def calls_of(function: Callable[[], Any]) -> int:
@@ -110,18 +112,33 @@ CASES: dict[str, tuple[Callable[..., Any], int, int, int]] = {
 }
 
 
-@pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
-@pytest.mark.parametrize(("make", "calls", "size", "each"), CASES.values(), ids=CASES)
-def test_python_does_the_same_for_any_number_of_parameters(
-    make: Callable[..., Any], calls: int, size: int, each: int
-) -> None:
+def counts_of(name: str) -> list[tuple[int, int]]:
+    """Calls and bytes of a case, for few parameters and for many."""
+    make, *_ = CASES[name]
     counts = []
     for number in (FEW, MANY):
         step = make(parameters(number))
         for _ in range(4):  # states are made, and what is bound is traced
             step()
         counts.append((calls_of(step), bytes_of(step)))
-    (few_calls, few_bytes), (many_calls, many_bytes) = counts
+    return counts
+
+
+COUNTS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from optim.test_counts import counts_of
+print(json.dumps(counts_of(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
+@pytest.mark.parametrize("name", CASES)
+def test_python_does_the_same_for_any_number_of_parameters(programs: Programs, name: str) -> None:
+    """In a process of its own: a step asks other optimizers that are alive, of other tests too."""
+    _, calls, size, each = CASES[name]
+    done = programs.run(COUNTS, str(TESTS), name)
+    (few_calls, few_bytes), (many_calls, many_bytes) = json.loads(done.stdout)
     assert many_calls == few_calls <= calls
     assert few_bytes <= size
     assert many_bytes <= size + each * MANY

@@ -38,8 +38,10 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         self, groups: Sequence[dict[str, Any]] = (), found: list[Shards | None] | None = None
     ) -> list[Rule]:
         given = groups or self.param_groups
-        if not all(isinstance(group["nesterov"], (int, float)) for group in given):
-            given = [{**group, "nesterov": bool(group["nesterov"])} for group in given]
+        for group in given:
+            if type(group["nesterov"]) is not bool:  # torch takes anything that has a truth
+                given = [{**group, "nesterov": bool(group["nesterov"])} for group in given]
+                break
         return super()._rules(given, found)
 
     def _drop_new_state(self, param: Tensor) -> None:
