@@ -12,13 +12,11 @@ import torch
 import faststep
 from faststep import _C
 from gpu.common import Twins
-from leaks.test_leaks import assert_no_growth, assert_references_stay, failing
+from leaks.test_leaks import ON_DEVICE, assert_no_growth, assert_references_stay, failing
 
 from . import fake
 
 pytestmark = pytest.mark.usefixtures("machine")
-
-ON_DEVICE = [n for n in dir(_C) if n.startswith("device_") and n[7:] not in ("counts", "info")]
 
 
 def calls_of(name: str) -> list[tuple[Callable[[], Any], list[Any]]]:

@@ -9,32 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import Parameter
 
 import faststep
 
-from .test_leaks import assert_no_growth, assert_references_stay
-
-
-def parameters() -> list[Parameter]:
-    """Packed, transposed, with holes, empty, 0-d, and in every dtype; the last has no gradient."""
-    values = [
-        torch.ones(100),
-        torch.ones(5, 7).t(),
-        torch.ones(10, 10)[::2, 1:7],
-        torch.ones(0),
-        torch.ones(()),
-        torch.ones(33, dtype=torch.float64),
-        torch.ones(33, dtype=torch.bfloat16),
-        torch.ones(33, dtype=torch.float16),
-    ]
-    params = [Parameter(value) for value in values]
-    for p in params[:-1]:
-        p.grad = torch.ones_like(p)
-    return params
-
+from .test_leaks import assert_no_growth, assert_references_stay, parameters
 
 CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": faststep.optim.AdamW,
@@ -162,43 +141,3 @@ def test_optimizers_die(make: Callable[..., torch.optim.Optimizer]) -> None:
     del alone, optimizer
     gc.collect()
     assert [reference() for reference in seen] == [None, None]
-
-
-def test_clipping_after_unscaling() -> None:
-    """Of so many elements that the sums which `unscale_` took are kept for the clip."""
-    param = Parameter(torch.zeros((1 << 20) + 1))
-    param.grad = torch.ones_like(param)
-    optimizer = faststep.optim.SGD([param], lr=0.0)
-    scaler = faststep.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
-
-    def iterate() -> None:
-        scaler.unscale_(optimizer)
-        faststep.clip_grad_norm_([param], 1e9)
-        scaler.step(optimizer)
-        scaler.update(1.0)
-
-    assert_references_stay(iterate, [param, param.grad])
-    assert_no_growth(iterate)
-
-
-def test_steps_of_dtensors() -> None:
-    """Their specs are remembered from step to step; gradients, and so their specs, are others."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    p: Any = Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
-    grads: Any = [distribute_tensor(torch.ones(3), mesh, [Shard(0)]) for _ in range(2)]
-    optimizer = faststep.optim.SGD([p], lr=0.0, momentum=0.9)
-
-    def step() -> None:
-        for grad in (*grads, grads[0].clone()):
-            p.grad = grad
-            optimizer.step()
-
-    try:
-        step()
-        held = [p, *grads, p._local_tensor, p._spec, *(grad._spec for grad in grads)]
-        assert_references_stay(step, [*held, *optimizer.state[p].values()])
-        assert_no_growth(step)
-    finally:
-        dist.destroy_process_group()
