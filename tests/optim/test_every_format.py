@@ -276,7 +276,7 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"state_dtype": {MASTER: "bf16"}}, f"state_dtype has '{MASTER}', and"),
     ({"state_dtype": "bf16", "rounding": "Stochastic"}, "rounding must be"),
     ({"state_dtype": "bf16", "rounding": ["nearest"]}, "rounding must be"),
-    *(({"min_8bit_size": bad}, "min_8bit_size must be") for bad in (-1, 1.5, "64", None, True)),
+    *(({"min_8bit_size": bad}, "min_8bit_size must be") for bad in (-1, 1.5, "64", True)),
 ]
 
 
@@ -296,6 +296,14 @@ def test_errors_name_the_option(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         optimizer.step()
     before.assert_unchanged()
+
+
+def test_a_least_size_is_needed_of_the_optimizer_alone() -> None:
+    """None in a group means that of the optimizer."""
+    params = [nn.Parameter(torch.ones(70, 100))]
+    with pytest.raises(ValueError, match="min_8bit_size must be"):
+        faststep.optim.AdamW(params, state_dtype="int8", min_8bit_size=None)
+    faststep.optim.AdamW([{"params": params, "min_8bit_size": None}], state_dtype="int8")
 
 
 def test_names_of_states_that_a_group_may_have() -> None:
