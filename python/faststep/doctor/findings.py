@@ -71,9 +71,14 @@ def _share(found: Found, total: float, phase: str) -> float:
     return float(found["phases"].get(phase, 0.0)) / total
 
 
+def _by_chance(share: float, total: float) -> float:
+    """What looks for so many seconds may add to a share: two standard deviations."""
+    return 2.0 * math.sqrt(share * max(0.0, 1.0 - share) / (LOOKS * total))
+
+
 def _least(total: float) -> float:
-    """What a share of LEAST may seem by chance, where looks were taken for so many seconds."""
-    return LEAST + 2.0 * math.sqrt(LEAST * (1.0 - LEAST) / (LOOKS * total))
+    """What a share of LEAST may seem by chance."""
+    return LEAST + _by_chance(LEAST, total)
 
 
 def _switched(found: Found, name: str, otherwise: float) -> float:
@@ -255,8 +260,7 @@ def _late(found: Found) -> Suspect | None:
     own = {rank: sum(phases.get(one, 0.0) for one in own_phases) for rank, phases in shares.items()}
     last = max(own, key=own.__getitem__)
     usual = median(share for rank, share in own.items() if rank != last)
-    noise = math.sqrt(own[last] * max(0.0, 1.0 - own[last]) / (LOOKS * total))
-    if last == 0 or own[last] - usual < LEAST + 2.0 * noise:
+    if last == 0 or own[last] - usual < LEAST + _by_chance(own[last], total):
         return None
     others = [phases for rank, phases in shares.items() if rank != last]
     usuals = {phase: median(one.get(phase, 0.0) for one in others) for phase in own_phases}
