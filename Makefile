@@ -111,12 +111,13 @@ test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
 
 build-asan: $(BIN)/.installed-test ## compile with AddressSanitizer and UBSan into build/asan
-	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
+	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib \
+	    --build-temp build/asan/objects
 
 asan: asan-c asan-python ## run the C tests, and a part of those in Python, under AddressSanitizer and UBSan
 
-asan-c: ## run the C tests under AddressSanitizer and UBSan
-	+$(C_TESTS) SANITIZE=$(SANITIZE)
+asan-c: build-asan ## run the C tests under AddressSanitizer and UBSan
+	+$(C_TESTS) SANITIZE=$(SANITIZE) BUILT=build/asan/objects
 
 # What they find depends on the path to an element, not on its value: a part of the cases takes all paths.
 asan-python: build-asan ## run a sixteenth of the tests of loops, devices and the loader under them
