@@ -93,15 +93,24 @@ static int copy_out(fst_offload *offload, const entry *e, int64_t begin, int64_t
     return 0;
 }
 
+/* Where the update of a tile begins: blocks of codes end with the chunks of a whole parameter. The
+ * gradients between are those of the tile before, which are copied in first. */
+static int64_t edge_of(const entry *e, int64_t at)
+{
+    return at > 0 && at < e->at.count ? at - (e->begin + at) % FST_CHUNK : at;
+}
+
 static int work(void *context, unsigned engine, uint32_t tile)
 {
     fst_offload *offload = context;
     const entry *e = &offload->entries[offload->owners[tile]];
-    const int64_t begin = (int64_t)(tile - e->first_tile) * offload->tile;
+    int64_t begin = (int64_t)(tile - e->first_tile) * offload->tile;
     const int64_t left = e->at.count - begin;
-    const int64_t end = begin + (left < offload->tile ? left : offload->tile);
+    int64_t end = begin + (left < offload->tile ? left : offload->tile);
     if (engine == FST_ENGINE_IN)
         return copy_in(offload, e, begin, end);
+    begin = edge_of(e, begin);
+    end = edge_of(e, end);
     if (engine == FST_ENGINE_OUT)
         return copy_out(offload, e, begin, end);
     fst_update_span(e->operands, e->begin + begin, e->begin + end, &e->args, e->inv_scale,

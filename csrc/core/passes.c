@@ -287,9 +287,9 @@ double fst_chunk_squares(const fst_operand *op, int64_t begin, size_t count, dou
 void fst_update_span(const fst_operand *op, int64_t begin, int64_t end, const fst_update_args *args,
                      double inv_scale, int write_grad)
 {
-    for (; begin < end; begin += FST_CHUNK) {
-        const int64_t left = end - begin;
-        fst_cpu->update(op, begin, (size_t)(left < FST_CHUNK ? left : FST_CHUNK), args, inv_scale,
-                        write_grad);
+    for (int64_t next; begin < end; begin = next) {
+        next = (begin / FST_CHUNK + 1) * FST_CHUNK;
+        next = next < end ? next : end;
+        fst_cpu->update(op, begin, (size_t)(next - begin), args, inv_scale, write_grad);
     }
 }

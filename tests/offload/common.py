@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import faststep
+from faststep._torch.dtensor import part_of
 
 Make = Callable[..., Any]
 
@@ -53,10 +54,14 @@ def tokens(count: int, seed: int = 1) -> Iterator[Tensor]:
 
 
 def bits(*objects: Any) -> list[Any]:
-    """All numbers of tensors, state dicts and lists, and where they lie in memory."""
+    """All numbers of tensors, state dicts and lists, and where they lie in memory.
+
+    Of a DTensor those of this rank's part.
+    """
     found: list[Any] = []
     for one in objects:
         if isinstance(one, Tensor):
+            one = part_of(one)
             flat = one.detach().clone().contiguous()
             found.append((one.dtype, one.shape, one.stride(), flat.flatten().view(torch.uint8)))
         elif isinstance(one, dict):

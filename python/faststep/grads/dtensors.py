@@ -121,9 +121,16 @@ def align_all(parameters: Iterable[Tensor]) -> None:
             align(param)
 
 
+def is_divided_as(tensor: Tensor, param: Tensor) -> bool:
+    """True if a gradient or a state is divided as its parameter is, or both are no DTensors."""
+    if not is_dtensor(tensor) or not is_dtensor(param):
+        return is_dtensor(tensor) == is_dtensor(param)
+    return _is_alike(spec_of(param), spec_of(tensor))
+
+
 def _is_alike(one: Any, other: Any) -> bool:
     """True if two specs are sure to divide in the same way; most are the same object's."""
-    same = one is other or (one.mesh is other.mesh and one.placements == other.placements)
+    same = one is other or (one.mesh == other.mesh and one.placements == other.placements)
     return same and not any(placement.is_partial() for placement in one.placements)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from .._torch.dtensor import any_dtensor
 from ..grads.owners import offloading, releasing
+from ..grads.params import params_of
 from ..optim.adafactor import Adafactor
 from ..optim.base import FusedOptimizer
 from ..optim.state_kinds import all_kinds
@@ -69,6 +71,10 @@ def offload(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     inside = _checked(optimizer, in_backward)
+    if (in_backward or model is not None) and any_dtensor(params_of(inside)):
+        raise NotImplementedError(
+            "offload() does not take DTensors with in_backward= or model= so far"
+        )
     offloaded = Offload(inside, fraction, in_backward, threads)
     if model is not None:
         offloaded._copies.wait_in_forward(model)

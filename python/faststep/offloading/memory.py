@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _C
-from .._torch.dtensor import is_dtensor
+from .._torch.dtensor import is_dtensor, part_of
 from .._torch.fsdp import is_fsdp_shard
 from ..grads.hooks import Hooked
 from ..grads.params import params_of
@@ -89,8 +89,8 @@ class Copies:
 
     def _fits(self, param: Tensor) -> bool:
         """True for a parameter that the host can have; empty parts of some are such, too."""
-        is_empty_part = self._arrived is None and self.link is not None and not param.numel()
-        return is_able(param) or is_empty_part
+        part, is_part = part_of(param), self._arrived is None or is_dtensor(param)
+        return is_able(part) or (is_part and self.link is not None and not part.numel())
 
     def _take_in(
         self, optimizer: FusedOptimizer, taken: dict[Tensor, tuple[dict[str, Any], Rule]]
@@ -113,18 +113,19 @@ class Copies:
         self.wait()
         params: list[tuple[Tensor, ...]] = []
         for param, place in self.places:
-            if place.told not in (0, param.data_ptr()):  # memory of before may come again
+            part = part_of(param)
+            if place.told not in (0, part.data_ptr()):  # memory of before may come again
                 place.written = (-1, 0)
-            place.seen, place.told = None, param.data_ptr()
-            if not param.numel():
+            place.seen, place.told = None, part.data_ptr()
+            if not part.numel():
                 continue
             place.number = len(params)
-            copies = (place.values, place.grad, place.sums, *place.rooms.values())
+            copies = (place.values, place.grad, place.sums, *map(part_of, place.rooms.values()))
             if self.link is not None:
-                there = param.detach()
+                there = part.detach()
                 self.link.lend(there)
             else:  # one that was exchanged or has no memory is not updated here
-                there = held(param) if is_alike(place, param) else place.values
+                there = held(part) if is_alike(place, param) else place.values
             params.append((there, *copies))
         if self.link is None:
             self.pipe.set(params)
@@ -151,25 +152,29 @@ class Copies:
 
     def _refuse(self, param: Tensor) -> None:
         """Raise for a parameter that cannot be taken."""
-        if is_dtensor(param) or is_fsdp_shard(param):
+        if is_fsdp_shard(param):
             raise NotImplementedError(
-                "offload() does not take parameters that are divided over ranks so far (DTensor, "
-                "FullyShardedDataParallel)"
+                "offload() does not take parameters of FullyShardedDataParallel so far: use "
+                "fully_shard"
             )
+        if is_dtensor(param) and self._model is not None:
+            raise NotImplementedError("offload() with model= does not take DTensors so far")
         if self.link is not None and not self._fits(param):
+            part = part_of(param)
             raise NotImplementedError(
                 f"offload() takes CUDA parameters with elements and without gaps, not one of shape "
-                f"{tuple(param.shape)}, strides {param.stride()} and type {param.dtype}"
+                f"{tuple(part.shape)}, strides {part.stride()} and type {part.dtype}"
             )
 
     def refresh(self, param: Tensor, place: Place) -> None:
         """Copy a parameter that a script has written since `wait` has returned it."""
         if place.written != mark(param):
-            place.values.copy_(param.detach())
+            place.values.copy_(part_of(param).detach())
             place.written = mark(param)
 
     def arrive(self, place: Place, grad: Tensor, factor: float) -> bool:
         """Begin to copy a gradient, and to sum its squares; False if the parameter is not back."""
+        grad = part_of(grad)
         source = held(grad) if self.link is None else self.link.fetch(grad, place.grad)
         return self.pipe.arrive(place.number, source, factor)
 
@@ -181,7 +186,7 @@ class Copies:
 
     def follow(self) -> None:
         """Let the threads know of parameters that lie elsewhere now."""
-        if any(place.told != param.data_ptr() for param, place in self.places):
+        if any(place.told != part_of(param).data_ptr() for param, place in self.places):
             self.tell_threads()
 
     # ---- waits

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import HOST, HOST_ONLY
+from .._torch.dtensor import is_dtensor, part_of
 from .._torch.optim import dtypes_of, increment_version
 from .._torch.ranks import world_size
 from ..grads.buckets import reducing_model
@@ -26,40 +26,26 @@ from ..grads.hooks import weakly
 from ..grads.owners import offloading, releasing
 from ..grads.params import grads_of, params_of
 from ..optim.base import FusedOptimizer
-from ..optim.plan_step import PlanStep, on_device
+from ..optim.plan_step import PlanStep, all_on_host
 from ..optim.request import Rule, StepAnswer, StepRequest
 from ..optim.step import Stepper
 from .early import EarlyUpdates
+from .host_stepper import HostStepper
 from .memory import Copies
-from .places import Place, begins, exchange, fits, inverse_of, is_dense, mark, new_sums, strides_of
+from .places import (
+    Place,
+    begins,
+    exchange,
+    fits,
+    inverse_of,
+    is_aligned,
+    is_dense,
+    mark,
+    new_sums,
+    strides_of,
+)
 from .scaled import Scaled, unscale
 from .unfit import refuse_capture, unfit
-
-
-class HostStepper(Stepper):
-    """Makes the steps of an offloaded optimizer, wherever its parameters lie on the host."""
-
-    def __init__(self, offload: Offload) -> None:
-        super().__init__()
-        self.devices = HOST_ONLY
-        self._offload = offload
-
-    def step(self, plan_step: PlanStep, request: StepRequest) -> StepAnswer:
-        answer = self._offload.step(request)
-        return super().step(plan_step, request) if answer is None else answer
-
-    def wait(self) -> None:
-        self._offload.wait()
-
-    def leave_to_torch(self) -> None:
-        self._offload.leave_to_torch()
-
-    def forget(self) -> None:
-        self._offload.wait()
-        super().forget()
-
-    def on_host(self, optimizer: FusedOptimizer) -> contextlib.AbstractContextManager[None]:
-        return self._offload.on_host(optimizer)
 
 
 class Offload:
@@ -74,6 +60,7 @@ class Offload:
         in_backward: bool = False,
         threads: int | None = None,
         cores: Collection[int] = (),
+        by_script: bool | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         arrived = weakly(self._arrived) if self._has_hooks else None
@@ -84,7 +71,7 @@ class Offload:
         self._steppers: list[Stepper] = []  # of a step; then of the first update in backward, ...
         self._turn = 0  # which of them comes next
         self._factor = math.nan if optimizer._max_grad_norm is None else 1.0  # of the step before
-        self._by_script: bool | None = None  # ranks meet in its own code; None: not known
+        self._by_script = by_script  # ranks meet in its own code; None: not known
         self._has_begun = False  # a gradient was copied since the step
         self._early = EarlyUpdates() if in_backward else None
         self._scaled = Scaled(optimizer) if self._has_hooks else None
@@ -101,7 +88,8 @@ class Offload:
         if place is None or grad is None or optimizer is None or grad.layout != torch.strided:
             return
         is_last = place.count(grad)
-        if world_size() > 1:  # the gradient is reduced after this hook
+        # reduced after this hook; torch's foreach functions write DTensors, and count no version
+        if world_size() > 1 or is_dtensor(param):
             if self._by_script is None:
                 self._by_script = reducing_model(p for p, _ in self._copies.places) is None
             if self._by_script:  # collectives move no version counters
@@ -129,6 +117,8 @@ class Offload:
     def _bring_rest(self, optimizer: FusedOptimizer, measures: bool) -> bool:
         """Copy gradients that are not on the host as they are now; False if one cannot be."""
         pairs = [(param, self._copies.places.of(param)) for param in params_of(optimizer)]
+        if not all(is_aligned(param) for param, _ in pairs):
+            return False  # the step without offload says why
         for param, place in pairs:
             grad = param.grad
             if grad is None:
@@ -136,7 +126,7 @@ class Offload:
             if place is None:
                 if self._copies.link is not None:
                     raise unfit(param, grad)
-                if measures and not is_dense(grad, strides_of(param)):
+                if measures and not is_dense(part_of(grad), strides_of(part_of(param))):
                     return False
                 continue
             known = place.values.dtype, torch.float32
@@ -151,7 +141,8 @@ class Offload:
         for param, place in pairs:
             if place is not None and param.grad is not None:
                 late = place.number >= 0 and not place.has(param.grad)
-                place.wanted = place.arrivals + late  # its hooks were too early
+                place.arrivals += late  # its hooks were too early
+                place.wanted = place.arrivals
                 if late:
                     self.bring(place, param.grad)
         return True
@@ -169,43 +160,52 @@ class Offload:
             with torch.no_grad():
                 answer = self._step(optimizer, request)
         finally:
-            self._end_pass()
+            self.end_pass()
         if answer is None:
             self.wait()
         return answer
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
+        """Forget which gradients are on the host."""
         self._turn, self._has_begun = 0, False
         for place in self._copies.places.entries():
             place.seen, place.arrivals = None, 0
 
-    def _step(self, optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer | None:
+    def prepare(self, request: StepRequest) -> StepRequest | None:
+        """Have all gradients on the host; None if one cannot be there.
+
+        The request that it returns may be prepared again.
+        """
+        optimizer, scaled, request = self._optimizer(), self._scaled, all_on_host(request)
+        assert optimizer is not None
         self._copies.attach(optimizer)
-        found, norm, known = request.found_inf, None, on_device(request.norm, HOST)
-        flag, scale = on_device(found, HOST), on_device(request.grad_scale, HOST)
-        request = request._replace(grad_scale=scale, found_inf=flag, norm=known)
-        scaled = self._scaled
-        params = [param for param in params_of(optimizer) if param.grad is not None]
-        if found is not None and not request.looks_for_inf:
-            if bool(flag != 0.0):
-                return self._skipped(params, request, None)
-            if scaled is not None and scale is None:  # the scaler has unscaled them
-                for one in self._copies.places.entries():
-                    one.seen = None
+        if scaled is not None and request.found_inf is not None and not request.looks_for_inf:
+            for one in self._copies.places.entries() if request.grad_scale is None else ():
+                one.seen = None  # the scaler has unscaled them
         if request.refuses_fp16 and torch.float16 in dtypes_of(grads_of(optimizer)):
             raise ValueError("Attempting to unscale FP16 gradients.")  # torch's
         if scaled is not None and scaled.rounds(optimizer, request):
-            unscale(params, request)
+            unscale([param for param in params_of(optimizer) if param.grad is not None], request)
             request = request._replace(grad_scale=None, write_grads=False)
-        if not self._bring_rest(optimizer, request.measures):
+        return request if self._bring_rest(optimizer, request.measures) else None
+
+    def _step(self, optimizer: FusedOptimizer, asked: StepRequest) -> StepAnswer | None:
+        params = [param for param in params_of(optimizer) if param.grad is not None]
+        found, norm, request = asked.found_inf, None, all_on_host(asked)
+        skips = request.found_inf is not None and bool(request.found_inf != 0.0)
+        if skips and not request.looks_for_inf:
+            return self._skipped(params, request, None)
+        ready = self.prepare(request)
+        if ready is None:
             return None
-        if request.measures and known is None:
-            norm, is_finite = self._measure(params, request)
+        request = ready
+        if request.measures and request.norm is None:
+            norm, is_finite = self.measure(params, request)
             if request.looks_for_inf and found is not None and not is_finite:
                 found.fill_(1.0)
                 return self._skipped(params, request, norm)
             request = request._replace(norm=torch.tensor(norm, dtype=torch.float64, device="cpu"))
-        else:
+        elif request.norm is None:
             self._factor = math.nan
         if params:
             self.update(optimizer, optimizer._rules(), request, dict.fromkeys(params))
@@ -228,37 +228,31 @@ class Offload:
                 if (place := self._copies.places.of(param)) is None or param.grad is None:
                     continue
                 if link is None:
-                    param.grad.copy_(place.grad)
+                    part_of(param.grad).copy_(place.grad)
                 else:
-                    link.send(place.grad, param.grad)
+                    link.send(place.grad, part_of(param.grad))
         if self._copies.waits is None:
             self.wait()
         self._copies.spare_grads()
 
-    def _measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
-        """The norm of all gradients, and whether they are finite."""
+    def measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
+        """The norm of the gradients on this rank, and whether they are finite."""
         self._factor = factor = inverse_of(request.grad_scale)
-        sums = []
+        sums, grads = [], []
         self._copies.settle()
         for param in params:
             place, grad = self._copies.places.of(param), param.grad
             if grad is None:
                 continue
-            if place is None:
-                sums.append(new_sums(grad))
-                _C.chunk_squares([grad], factor, sums[-1])
-            else:
-                if place.factor != factor:
-                    _C.chunk_squares([place.grad], factor, place.sums)
-                    place.factor = factor
-                sums.append(place.sums)
+            grads.append(part_of(grad) if place is None else place.grad)
+            sums.append(new_sums(grads[-1]) if place is None else place.sums)
+            if place is None or place.factor != factor:
+                _C.chunk_squares(grads[-1:], factor, sums[-1])
+            if place is not None:
+                place.factor = factor
         square = _C.fold_squares(torch.cat(sums)) if sums else 0.0
-        if square < float("inf"):
-            return square**0.5, True
-        places = self._copies.places.of_each(params)
-        pairs = zip(params, places, strict=True)
-        grads = [param.grad if place is None else place.grad for param, place in pairs]
-        return square**0.5, not _C.measure([one for one in grads if one is not None], factor)[1]
+        is_finite = square < math.inf or not _C.measure(grads, factor)[1]
+        return math.sqrt(square), is_finite
 
     def update(
         self,
@@ -281,6 +275,10 @@ class Offload:
                     if begins(optimizer, group, rule, param, place, param in only):
                         begun.append(param)
                 hosts = [self._on_host(param, param in only) for param in group["params"]]
+                shards = rule.shards or {}
+                for host, param in zip(hosts, group["params"], strict=True):
+                    if id(param) in shards:
+                        shards[id(host)] = shards[id(param)]
                 pairs += list(zip(hosts, group["params"], strict=True))
                 groups.append({**group, "params": hosts})
             state = {host: optimizer.state[p] for host, p in pairs if p in optimizer.state}
@@ -318,8 +316,9 @@ class Offload:
                 continue
             updated.append(param)
             self._copies.goes(place)
-            are_kept = are_kept and place.has_states(known.get(place.values, {}))
-        increment_version(updated)
+            are_kept = are_kept and place.has_states(known.get(place.host, {}))
+        increment_version(map(part_of, updated))
+        increment_version(filter(is_dtensor, updated))
         for host, param in pairs:
             place = self._copies.places.of(param)
             if place is not None and param in only:
@@ -345,8 +344,8 @@ class Offload:
         place = self._copies.places.of(param)
         if place is None:
             return param
-        place.values.grad = place.grad if is_updated else None
-        return place.values
+        place.host.grad = place.host_grad if is_updated else None
+        return place.host
 
     def wait(self) -> None:
         """Return when all parameters are back on their device."""
@@ -359,7 +358,7 @@ class Offload:
             try:  # their gradients are gone
                 self._early.end(self, optimizer, StepRequest())
             finally:
-                self._end_pass()
+                self.end_pass()
         self.wait()
         if self._copies.link is not None:
             raise NotImplementedError(
@@ -374,11 +373,11 @@ class Offload:
         pairs = list(self._copies.places) if self._copies.link is not None else []
         for param, place in pairs:
             self._copies.refresh(param, place)
-        exchange(optimizer, {param: place.values for param, place in pairs})
+        exchange(optimizer, {param: place.host for param, place in pairs})
         try:
             yield
         finally:
-            exchange(optimizer, {place.values: param for param, place in pairs})
+            exchange(optimizer, {place.host: param for param, place in pairs})
 
     def remove(self) -> None:
         """Undo the offload: the optimizer steps on the device, with states of their own memory."""

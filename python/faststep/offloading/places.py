@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from .._torch.held import NotHeld, hold
+from ..grads.dtensors import LayoutError, align, is_divided_as, wait_for
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.param_shards import CHUNK
@@ -21,11 +23,12 @@ KINDS: tuple[type, ...] = (Tensor, Parameter)
 
 
 class Place:
-    """What the host has of one parameter.
+    """What the host has of one parameter; of a DTensor this rank's part.
 
     Attributes:
-        values: the parameter.
-        grad: its gradient.
+        host: stands for the parameter in steps; a DTensor if that is one.
+        host_grad: its gradient.
+        values, grad: the same as plain tensors.
         sums: of the gradient's squares, one for each chunk.
         rooms: where its states lie.
         state: the dictionary whose tensors lie there.
@@ -37,11 +40,11 @@ class Place:
         arrived: its version and address at the last of these.
     """
 
-    def __init__(self, values: Tensor, grad: Tensor, rooms: dict[str, Tensor]) -> None:
-        self.values = values
-        self.grad = grad
-        values.grad_dtype = grad.dtype
-        self.sums = new_sums(values)
+    def __init__(self, host: Tensor, grad: Tensor, rooms: dict[str, Tensor]) -> None:
+        self.host = host
+        self.values = part_of(host)
+        self._take(grad)
+        self.sums = new_sums(self.values)
         self.rooms = rooms
         self.number = -1  # for the threads
         self.state: dict[str, Any] | None = None
@@ -51,6 +54,11 @@ class Place:
         self.told = 0
         self.arrivals, self.wanted = 0, 1
         self.arrived = (-1, 0)
+
+    def _take(self, grad: Tensor) -> None:
+        self.host.grad = None
+        self.host.grad_dtype = grad.dtype
+        self.host_grad, self.grad = grad, part_of(grad)
 
     def has(self, grad: Tensor) -> bool:
         """True if this gradient, as it is now, was copied."""
@@ -71,10 +79,8 @@ class Place:
     def make_room(self, dtype: torch.dtype, link: Link | None) -> None:
         """Let gradients be of another type from now on."""
         if dtype != self.grad.dtype:
-            like = like_of(self.values, dtype)
-            self.grad = Slab(bytes_of([like]), link).take(like)
-            self.values.grad = None
-            self.values.grad_dtype = dtype
+            like = like_of(self.host, dtype)
+            self._take(Slab(bytes_of([like]), link).take(like))
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Move a parameter's states into their rooms, and counters to the host."""
@@ -84,11 +90,17 @@ class Place:
             room = self.rooms.get(key)
             if not isinstance(value, Tensor) or value is room:
                 continue
-            if room is not None and (value.dtype, value.shape) == (room.dtype, room.shape):
-                state[key] = room.copy_(value)
+            if room is not None and _is_like(value, room):
+                part_of(room).copy_(part_of(value))
+                state[key] = room
             elif value.is_cuda:
                 state[key] = value.cpu()
         self.state = state
+
+
+def _is_like(value: Tensor, room: Tensor) -> bool:
+    alike = (value.dtype, value.shape) == (room.dtype, room.shape)
+    return alike and is_divided_as(value, room)
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -100,8 +112,9 @@ def held(tensor: Tensor) -> Tensor:
 
 
 def mark(tensor: Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written."""
-    return tensor._version, tensor.data_ptr()
+    """What changes when a tensor is written, or the part of a DTensor."""
+    part = part_of(tensor)
+    return tensor._version + part._version, part.data_ptr()
 
 
 def new_sums(tensor: Tensor) -> Tensor:
@@ -115,6 +128,8 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def like_of(param: Tensor, dtype: torch.dtype) -> Tensor:
+    if is_dtensor(param):
+        return like_dtensor(param, like_of(local_of(param), dtype))
     return torch.empty_strided(param.size(), strides_of(param), dtype=dtype, device="meta")
 
 
@@ -145,25 +160,38 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def is_able(param: Tensor) -> bool:
-    """True for a parameter that can be copied as a whole."""
+    """True for a parameter, or a part of one, that can be copied as a whole."""
     return param.is_floating_point() and param.numel() > 0 and is_dense(param, strides_of(param))
 
 
 def is_alike(place: Place, param: Tensor) -> bool:
     """True while a parameter has the form that it had when it was taken in."""
-    values = place.values
+    values, param = place.values, part_of(param)
     alike = (param.dtype, param.shape) == (values.dtype, values.shape)
     return alike and is_dense(param, values.stride())
 
 
 def fits(place: Place, param: Tensor, grad: Tensor) -> bool:
     """True for a gradient that can be copied as a whole; one on a device is brought into order."""
+    if not is_divided_as(grad, param):
+        return False
+    grad = part_of(grad)
     alike = _is_plain(grad) if grad.is_cuda else is_dense(grad, place.values.stride())
     return (
         alike
         and is_alike(place, param)
         and (grad.dtype, grad.shape) == (place.grad.dtype, place.grad.shape)
     )
+
+
+def is_aligned(param: Tensor) -> bool:
+    """Divide the gradient of a DTensor as the parameter is; False if it cannot be."""
+    try:
+        if align(param) is not None and param.grad is not None:
+            wait_for(param.grad)
+    except LayoutError:
+        return False
+    return True
 
 
 def begins(
@@ -183,7 +211,7 @@ def begins(
     is_first = is_updated and not state and not optimizer._zeros_differ(group)
     is_first = is_first and bool(keys_for(rule, param))
     if is_first:
-        where = param if place is None else place.values
+        where = param if place is None else place.host
         optimizer.state[param] = state = _new_states(optimizer, group, rule, where, param)
     if state is not None and place is not None:
         place.adopt(state)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._torch.dtensor import any_dtensor
 from .._torch.optim import dtypes_of, increment_version
+from .._torch.ranks import is_distributed
 from ..amp.protocol import AskedToUnscale, can_be_seen
 from ..grads.owners import accumulating
-from ..grads.params import grads_of
+from ..grads.params import grads_of, params_of
 from ..optim.base import FusedOptimizer
 from ..optim.request import StepRequest
 from .places import inverse_of
@@ -36,8 +38,11 @@ class Scaled(AskedToUnscale):
         if scale is None or not self._is_new or not request.write_grads:
             return False
         is_scaled = request.found_inf is not None and optimizer not in accumulating
-        if not is_scaled or (request.looks_for_inf and not can_be_seen(optimizer)):
-            return False  # faststep's scaler unscales in the step, where nobody sees it
+        is_divided = is_distributed() and any_dtensor(params_of(optimizer))
+        if not is_scaled or not (
+            is_divided or can_be_seen(optimizer) or not request.looks_for_inf
+        ):  # faststep's scaler unscales in the step, where nobody sees it
+            return False
         narrow = dtypes_of(grads_of(optimizer)) & {torch.bfloat16, torch.float16}
         return bool(narrow) and math.frexp(scale.item())[0] != 0.5
 
@@ -49,7 +54,7 @@ class Scaled(AskedToUnscale):
 
 def unscale(params: list[Tensor], request: StepRequest) -> None:
     """Unscale gradients in place."""
-    if params and params[0].is_cuda:
+    if params and (params[0].is_cuda or any_dtensor(params)):
         inverse = inverse_of(request.grad_scale)
         for grad in _C.collect_grads(params):
             grad.mul_(inverse)

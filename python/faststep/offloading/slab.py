@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from .link import Link
 
 ALIGNMENT = 64  # bytes
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """The room that copies of these tensors take."""
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    """The room that copies of these tensors take, or of parts of DTensors."""
+    return sum(-(-part_of(tensor).nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 class _Locked(mmap.mmap):
@@ -77,6 +78,8 @@ class Slab:
 
     def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of a tensor's shape and strides, and of its dtype or another one."""
+        if is_dtensor(like):
+            return like_dtensor(like, self.take(local_of(like), dtype))
         dtype, count = dtype or like.dtype, like.numel()
         if not count:
             return torch.empty(like.size(), dtype=dtype, device="cpu")

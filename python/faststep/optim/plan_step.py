@@ -74,6 +74,13 @@ def on_device(scalar: _Scalar, number: int) -> _Scalar:
     return scalar.to(_device(number), non_blocking=number != HOST)
 
 
+def all_on_host(request: StepRequest) -> StepRequest:
+    """The request with its tensors in host memory."""
+    scale, found, norm = request.grad_scale, request.found_inf, request.norm
+    scale, found, norm = (on_device(one, HOST) for one in (scale, found, norm))
+    return request._replace(grad_scale=scale, found_inf=found, norm=norm)
+
+
 def agree(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
     """Give each device the common norm (the root of the sum of squares) and the common flag."""
     rows = list(scalars.values())

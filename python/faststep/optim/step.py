@@ -138,7 +138,7 @@ class Stepper:
                     known = Scalars(request.grad_scale, request.found_inf, request.norm)
                     scalars, phase = dict.fromkeys(self.devices, known), Phase.APPLY
                 elif self._divided is not None and request.measures:
-                    scalars = self._agree_with_ranks(self._divided, plan_step, request)
+                    scalars = self._agree_with_ranks(plan_step, request)
                     return self._applied(plan_step, rules, request, scalars), scalars
                 elif len(self.devices) > 1 and request.measures:
                     scalars, phase = self._scalars(request, apart=True), Phase.APPLY
@@ -160,17 +160,30 @@ class Stepper:
                     raise
                 self._divided = DividedGrads()
 
-    def _agree_with_ranks(
-        self, divided: DividedGrads, plan_step: PlanStep, request: StepRequest
-    ) -> dict[int, Scalars]:
+    def _agree_with_ranks(self, plan_step: PlanStep, request: StepRequest) -> dict[int, Scalars]:
         """The norm and the flag of all ranks."""
 
         def measure_part(plan: _C.Plan, part: PlanStep) -> dict[int, Scalars]:
-            scalars = self._scalars(request, apart=True)
-            part.run(plan, part.rules(), request, scalars, Phase.MEASURE)
-            return scalars
+            return self._measure_part(plan, part, request)
 
-        return divided.measure(plan_step, self.devices[0], measure_part)
+        return self._measured_by_ranks(plan_step, self.devices[0], measure_part)
+
+    def _measured_by_ranks(
+        self,
+        plan_step: PlanStep,
+        device: int,
+        measure_part: Callable[[_C.Plan, PlanStep], dict[int, Scalars]],
+    ) -> dict[int, Scalars]:
+        self._divided = self._divided or DividedGrads()
+        return self._divided.measure(plan_step, device, measure_part)
+
+    def _measure_part(
+        self, plan: _C.Plan, part: PlanStep, request: StepRequest
+    ) -> dict[int, Scalars]:
+        """What a plan measures of the gradients of a region."""
+        scalars = self._scalars(request, apart=True)
+        part.run(plan, part.rules(), request, scalars, Phase.MEASURE)
+        return scalars
 
     def _applied(
         self,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
-from ..offloading import offload
+from ..offloading import Offload, offload
 from ..optim.base import FusedOptimizer
 from ..optim.masters import StateFormats, has_master
 from ..optim.state_kinds import options_in
@@ -33,13 +33,9 @@ from .optimizer import ShardedOptimizer
 from .saved.state_dicts import cut_states
 from .stage3.blocks import announce, blocks_of
 from .stage3.fully_sharded import Watch, check_fully, follow_successors, shard_fully
+from .step.slice_offload import cores_of
 from .step.slice_optimizer import Kind, options_of
 from .transport.group import Group, group_of
-
-_NO_OFFLOAD = (
-    'shard(stage=3) cannot offload states alone: pass offload="params", or take stage 2; nothing '
-    "was changed"
-)
 
 
 def build(
@@ -79,8 +75,6 @@ def build(
     group.check_alike([str(asked) + wrapped, *_described(model, optimizer, taken)])
     refuse_taken(model.named_parameters(), taken)
     if stage == 3:
-        if asked.offload == "optimizer":
-            raise NotImplementedError(_NO_OFFLOAD)
         fused = _fused(kind, optimizer, asked)
         return _fully(model, optimizer, fused, asked, group, blocks)
     admit(named, ())
@@ -135,6 +129,9 @@ def _fully(
     check = Watch(model, blocks, fused, group).check_step
     made = ShardedOptimizer(optimizer, fused, None, asked.max_grad_norm, group, before_step=check)
     made.blocks = sharded
+    if asked.offload == "optimizer":
+        fused._is_asked_to_unscale = True  # as a sharded optimizer is
+        Offload(fused, cores=cores_of(group), by_script=False)
     return made
 
 
