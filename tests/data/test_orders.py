@@ -307,3 +307,49 @@ def test_pickle() -> None:
     list(sampler)
     other = pickle.loads(pickle.dumps(sampler))
     assert list(other) == list(sampler)
+
+
+class Buffer(Dataset[int]):
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def drawn() -> list[int]:
+    return torch.default_generator.get_state().tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"batch_size": None}], ids=str)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_grow_until_torch_asks_for_its_length(workers: int, options: Any) -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        torch.manual_seed(0)
+        buffer = Buffer(3)
+        batches = iter(kind(buffer, **{"batch_size": 2, **options}, num_workers=workers))
+        buffer.length = 7
+        found.append((plain([*batches]), drawn()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("length", [-1, 2.5])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's
+def test_a_length_that_is_none_is_an_error_in_its_place(workers: int, length: Any) -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        torch.manual_seed(0)
+        seen: list[Any] = []
+        try:
+            batches = iter(kind(Buffer(length), 2, num_workers=workers))
+            seen.append(drawn())
+            next(batches)
+        except (ValueError, TypeError) as error:
+            seen += [type(error), str(error), drawn()]
+        found.append(seen)
+    assert found[0] == found[1]

@@ -201,6 +201,7 @@ def test_all_else_is_as_it_was(kind: str) -> None:
         lambda i: (fresh(i), *[0] * i),
         lambda i: {"x": fresh(i)} if i < 2 else {},
         lambda i: fresh(i) if i < 2 else 1 / 0,
+        lambda i: fresh(i) if i < 2 else fresh(i).to_sparse(),
     ],
 )
 def test_errors_are_torchs_and_leave_no_block(make: Make) -> None:

@@ -109,6 +109,7 @@ class BatchBuffers:
         for i, row in enumerate(rows):
             if (
                 type(row) is not torch.Tensor
+                or row.layout is not torch.strided
                 or row.data_ptr() != start + i * step
                 or (row.shape, row.stride(), row.dtype) != form
                 or row.requires_grad

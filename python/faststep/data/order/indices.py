@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from ..types import State
 from .asked import AskedOrder
@@ -50,6 +50,8 @@ class Indices:
             )
         else:
             self.source = order
+            if type(self._sampler) is SequentialSampler:
+                order.count_batches()  # its `iter` does so; a batch sampler asks it later
             self.drawn = _KnownIndices(order, batches, batched=batches is self._sampler)
         if self.delivered:
             self.drawn = _Without(self.drawn, self.delivered)

@@ -134,7 +134,8 @@ def _draws_as_torch() -> bool:
                 sampler = RandomSampler(range(7), replacement, count)
                 if is_ours:
                     order = RandomOrder(sampler, 3, False, None)
-                    for batch in range(order.batches + 1):
+                    order.request(0)
+                    for batch in range(1, order.batches + 1):
                         order.request(batch)
                     items, start, size = order.run(0, order.batches)
                     indices = items[start : start + size].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ def start_of(batch: int, sizes: list[tuple[int, int, int]]) -> int:
 class Order:
     """The order of an epoch, in batches. They are asked for from the first to the last.
 
+    The sampler is asked for its length no sooner than torch asks it: a dataset may still grow.
+
     Args:
         sampler: of the indices.
         batch_size, drop_last: as in torch.utils.data.BatchSampler.
@@ -30,6 +33,7 @@ class Order:
 
     in_lists = False  # runs are lists, not tensors
     error: Exception | None = None  # of the sampler, for the batch that it is about
+    batches: int  # from the first request on
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, state: State | None) -> None:
         self.sampler = sampler
@@ -37,21 +41,28 @@ class Order:
         self.drop_last = drop_last
         self.drawn = False
         self.skipped = 0  # samples that were delivered before this epoch was taken up again
-        self.state: State = {"sampler": type(sampler).__name__}
-        for key, (value, what) in self._identity().items():
-            if state is not None and state.get(key) != value:
-                raise ValueError(
-                    f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
-                )
-            self.state[key] = value
+        self._sizes = [(0, 0, batch_size)]  # first batches of a size, and their first samples
         if state is not None:
+            for key, (value, what) in self._identity().items():
+                if state.get(key) != value:
+                    raise ValueError(
+                        f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
+                    )
             self._load(state)
             self.skipped = state["samples_yielded"]
-        self._samples = max(0, self._count())
-        self._sizes = [(0, 0, batch_size)]  # first batches of a size, and their first samples
-        self._count_batches()
 
-    def _count_batches(self) -> None:
+    @functools.cached_property
+    def state(self) -> State:
+        """What tells the sampler from others, and what it has drawn."""
+        identity = {key: value for key, (value, _) in self._identity().items()}
+        return {"sampler": type(self.sampler).__name__, **identity}
+
+    @functools.cached_property
+    def _samples(self) -> int:
+        return max(0, self._count())
+
+    def count_batches(self) -> None:
+        """Asks the sampler for its length, the first time."""
         first, start, size = self._sizes[-1]
         whole, left = divmod(self._samples - start, size)
         self.batches = first + whole + (left > 0 and not self.drop_last)
@@ -68,7 +79,7 @@ class Order:
             return False
         self._sizes.append((batch, start, size))
         self.batch_size = size
-        self._count_batches()
+        self.count_batches()
         return True
 
     def _start_of(self, batch: int) -> int:
@@ -80,6 +91,7 @@ class Order:
     def request(self, batch: int) -> None:
         """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
         if batch == 0:
+            self.count_batches()
             self._draw()
             self.drawn = True
         if batch == self._last:
