@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -58,9 +59,11 @@ __all__ = [
     "let_errors_travel",
     "let_fetch",
     "new_worker_info",
+    "next_as_torch",
     "pin_memory",
     "profile_name",
     "set_worker_dataset",
+    "warn_script",
     "worker_info_of_thread",
 ]
 
@@ -107,6 +110,25 @@ call_as_constructor = {
     True: called_in(MultiProcessingDataLoaderIter.__init__, 1),
 }
 call_as_loader = called_in(data.DataLoader._get_iterator, 4)
+
+
+def warn_script(message: str, stacklevel: int = 2) -> None:
+    """Warns of the line that has called faststep, whatever of faststep lies between."""
+    frame = sys._getframe(stacklevel - 1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("faststep."):
+        frame, stacklevel = frame.f_back, stacklevel + 1
+    warnings.warn(message, stacklevel=stacklevel)
+
+
+# torch's `__next__` of an iterator, whose warnings name the script's line
+next_as_torch = types.FunctionType(
+    BaseDataLoaderIter.__next__.__code__,
+    {
+        **vars(_dataloader),
+        "__name__": __name__,
+        "warnings": types.SimpleNamespace(warn=warn_script),
+    },
+)
 
 
 def collates_as_default(function: Any, containers: Iterable[type]) -> bool:

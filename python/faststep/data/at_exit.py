@@ -10,11 +10,11 @@ _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_at_exit(iterator: Any) -> None:
-    """Calls `close()` of an iterator when the interpreter ends, if it still lives then."""
+    """Ends the threads of an iterator when the interpreter ends, if it still lives then."""
     _living.add(iterator)
 
 
 @atexit.register
 def _close_all() -> None:
     for iterator in list(_living):
-        iterator.close()
+        iterator._shutdown_workers()

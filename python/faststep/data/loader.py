@@ -12,7 +12,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from .. import _C
 from .._torch.data_loader import BaseDataLoaderIter, call_as_loader, collates_as_default
-from .arrays.array_iterator import ArrayIterator
+from .arrays.array_iterator import ArraysAlone, ArraysByWorkers
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
 from .deliver.copies import copier_of
@@ -310,7 +310,8 @@ def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | Non
     if not isinstance(plan, str):
         if own.slots is None:
             own.slots = _C.Slots()
-        return ArrayIterator(loader, plan, own.slots, state)
+        kind = ArraysByWorkers if loader.num_workers else ArraysAlone
+        return kind(loader, plan, own.slots, state)
     if not loader.num_workers:
         return SingleIterator(loader, state)
     if own.worker_method == "thread":

@@ -16,6 +16,7 @@ from .._torch.data_loader import (
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
     SingleProcessDataLoaderIter,
+    next_as_torch,
     profile_name,
 )
 from .deliver.batch_buffers import buffering_by, buffering_collate
@@ -61,7 +62,7 @@ class Placed(Metered):
 
     def _next(self) -> object:
         if _C.is_recorded() or self._IterableDataset_len_called is not None:
-            return super()._next()  # under its name in profiles; it warns of a wrong length
+            return next_as_torch(self)  # under its name in profiles; it warns of a wrong length
         data = self._next_data()
         self._num_yielded += 1
         return data

@@ -13,6 +13,8 @@ from ... import _C
 from ..._torch.data_loader import (
     BaseDataLoaderIter,
     ExceptionWrapper,
+    MultiProcessingDataLoaderIter,
+    SingleProcessDataLoaderIter,
     call_as_constructor,
     dataset_fetcher,
     pin_memory,
@@ -93,16 +95,17 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     """
 
     progress: Progress
+    _process = 0  # until the constructor sets it; it may fail before
 
     def __init__(
         self, loader: Loader, plan: Plan, slots: _C.Slots, state: State | None = None
     ) -> None:
         stand_in = LoaderStandIn(loader, state, ahead=1)
-        call_as_constructor[loader.num_workers > 0](super().__init__, stand_in)
+        call_as_constructor[loader.num_workers > 0](BaseDataLoaderIter.__init__, self, stand_in)
         self._profile_name = profile_name(self._num_workers)
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        if self._num_workers and loader.prefetch_factor == 0:
+        if self._num_workers and loader.prefetch_factor <= 0:  # type: ignore[operator] # torch's error
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
@@ -157,7 +160,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         with self._lock:
-            super()._reset(loader, first_iter)
+            BaseDataLoaderIter._reset(self, loader, first_iter)
             self._stop()
             self._begin(None)
 
@@ -300,7 +303,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             if order is not None:
                 self._add_known(order)
             if not self._queue:
-                self._finish()
+                progress.finished = True
+                self._stop()
                 raise StopIteration
             return self._deliver(self._queue[0])
 
@@ -377,16 +381,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 del plan.gather
         self._queue.clear()
 
-    def _finish(self) -> None:
-        self.progress.finished = True
-        self._stop()
-
     def _shutdown_workers(self) -> None:
-        """Ends the threads, in a script that so ends torch's workers."""
-        self.close()
-
-    def close(self) -> None:
-        """Ends the threads. An iterator that is dropped does so by itself."""
+        """Ends the threads, as torch's ends workers. They end with an iterator that is dropped."""
         if self._process == _process and self._lock.acquire(blocking=False):
             try:
                 self._ended = True
@@ -394,3 +390,11 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._stop()
             finally:
                 self._lock.release()
+
+
+class ArraysAlone(ArrayIterator, SingleProcessDataLoaderIter):
+    """To a script it is the iterator that torch has without workers."""
+
+
+class ArraysByWorkers(ArrayIterator, MultiProcessingDataLoaderIter):
+    """To a script it is the iterator that torch has with workers."""

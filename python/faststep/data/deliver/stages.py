@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch.data_loader import pin_memory
+from ..._torch.data_loader import pin_memory, warn_script
 from ..resume.progress import Progress
 from ..resume.skipping import BatchWithSkipped
 from ..stats import Metered
@@ -86,10 +85,9 @@ class LeavingOut(BatchStage):
         counts["named"] += map(dict, batch.skipped[: NAMED - len(counts["named"])])
         if counts["samples"] == len(batch.skipped):
             of_worker = "" if first["worker"] is None else f" of worker {first['worker']}"
-            warnings.warn(
+            warn_script(
                 f"skip_errors: sample {first['index']}{of_worker} is left out: {first['error']}. "
-                "stats() of the DataLoader has the others of this epoch",
-                stacklevel=4,
+                "stats() of the DataLoader has the others of this epoch"
             )
 
 

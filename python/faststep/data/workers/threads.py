@@ -58,10 +58,6 @@ class ThreadIterator(OwnWorkers):
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
         close_at_exit(self)
 
-    def close(self) -> None:
-        """Ends the threads. An iterator that is dropped does so by itself."""
-        self._shutdown_workers()
-
 
 class _Queue(queue.Queue[Any]):
     """With the methods that a queue between processes has."""
