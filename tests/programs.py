@@ -34,6 +34,14 @@ for line in sys.stdin:
 """
 
 
+MAIN = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+from faststep.cli import main
+raise SystemExit(main())
+"""
+
+
 class Programs:
     """Runs programs one after the other.
 
@@ -63,6 +71,12 @@ class Programs:
             assert answer, "the process that has imported torch is gone"
             out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(code, int(answer), out, err)
+
+    def faststep(
+        self, folder: Path, *words: object, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """As `python -m faststep *words` in a folder."""
+        return self.run(MAIN, str(folder), *map(str, words), **environment)
 
     def close(self) -> None:
         self._server.communicate()

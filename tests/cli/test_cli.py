@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ import torch
 from faststep import _C
 from faststep.cli import demo, main, plots
 from faststep.cli.console import ProgressBar, table
+from programs import Programs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -39,19 +39,12 @@ def test_info_as_a_program() -> None:
     assert re.search(rf"^instruction set +{_C.cpu_info()['isa']}\b", output, re.MULTILINE)
 
 
-def test_info_of_a_build_without_kernels(tmp_path: Path) -> None:
+def test_info_of_a_build_without_kernels(tmp_path: Path, programs: Programs) -> None:
     """As a machine without nvcc or GPU makes it, or FASTSTEP_CUDA=0."""
     package = Path(_C.__file__).parent
     without = shutil.ignore_patterns("kernels.fatbin", "__pycache__")
     shutil.copytree(package, tmp_path / "faststep", ignore=without)
-    done = subprocess.run(
-        [sys.executable, "-m", "faststep", "info"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = programs.faststep(tmp_path, "info")
     lines = dict(line.split("  ", 1) for line in done.stdout.splitlines())
     assert str(tmp_path) in lines["faststep"]
     assert lines["CUDA in faststep"].strip() == (
@@ -73,30 +66,30 @@ def test_info_as_json_names_what_was_not_usable(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("level", [*_C.cpu_info()["supported"]])
-def test_info_reports_a_forced_instruction_set(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTSTEP_CPU", level)
-    command = [sys.executable, "-m", "faststep", "info", "--json"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_info_reports_a_forced_instruction_set(
+    level: str, programs: Programs, tmp_path: Path
+) -> None:
+    done = programs.faststep(tmp_path, "info", "--json", FASTSTEP_CPU=level)
     expected = f"{level}, forced by FASTSTEP_CPU={level};"
-    assert json.loads(output)["instruction set"].startswith(expected)
+    assert json.loads(done.stdout)["instruction set"].startswith(expected)
 
 
 def test_demo_trains_in_both_ways_and_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "new folder" / "demo.png"
-    assert run("demo", "--steps", "3", "--output", str(plot), "--only", "table") == 0
+    assert run("demo", "--steps", "1", "--output", str(plot), "--only", "table") == 0
     captured = capsys.readouterr()
     assert plot.read_bytes().startswith(PNG)
     assert "2/2" in captured.err
-    assert captured.out.count("An MLP learns a table: 240 steps") == 1
+    assert captured.out.count("An MLP learns a table: 160 steps") == 1
     for row in ("data", "forward", "backward", "clip", "step", "whole step"):
         line = rf"^{row} +[\d.]+ +[\d.]+ +[\d.]+x$"
         assert len(re.findall(line, captured.out, re.MULTILINE)) == 1, row
     gaps = re.findall(r"between the losses: (\S+) in the second step, (\S+) at most", captured.out)
     ((first, most),) = gaps
     assert float(first) < 1e-6
-    assert float(most) < 1e-3  # 240 steps let roundings grow, on each CPU in another way
+    assert float(most) < 1e-3  # 160 steps let roundings grow, on each CPU in another way
     losses = re.findall(r"Loss with [a-z ]+: (\S+) -> (\S+)", captured.out)
     assert len(losses) == 2
     assert all(float(last) < float(first) for first, last in losses)
@@ -138,12 +131,26 @@ def test_demo_of_a_script_that_fails(
         (("plan", "model.py:f", "--tflops", "inf"), "--tflops: must be positive, not inf"),
         (("convert", "a", "b", "--image-size", "0"), "--image-size: must be at least 1, not 0"),
         (("doctor", "no.py"), "there is no file 'no.py'"),
+        (("doctor", "-"), "there is no file '-'"),
+        (("doctor", "--minutes", "1"), "there is no script"),
+        (("doctor", "--minutes", "0", "train.py"), "--minutes: must be positive"),
+        (("doctor", "--only", "speed", "train.py"), "'speed' is none of"),
+        (("doctor", "--json", "nowhere/answer.json", "train.py"), "nowhere/answer.json"),
+        (("doctor", "--html", ".", "train.py"), "argument --html"),
+        (("run", "--with", "other.json", "train.py"), "'other.json' is no file of `doctor --save`"),
     ],
 )
 def test_wrong_arguments(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Status 2, as that of argparse."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise AssertionError('it runs')")
+    (tmp_path / "other.json").write_text("[]")
     status: object = None
     try:
         status = run(*arguments)

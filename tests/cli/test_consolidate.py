@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from faststep.cli import main
+from programs import Programs
 
 Save = Callable[[Any, Path], None]
 
@@ -280,8 +280,9 @@ def test_a_full_disk_leaves_the_earlier_file(
 MIB = 2**20
 LAYERS, LAYER = 12, 4 * MIB  # bytes; 48 MiB of weights, and twice as much of states
 PEAK = """
-import re, sys
+import ctypes, re, sys
 from pathlib import Path
+ctypes.CDLL(None).mallopt(-3, 1_000_000)  # M_MMAP_THRESHOLD: what is freed goes back
 from faststep.cli import consolidate, main
 import torch, torch.distributed.checkpoint
 small, large, out = sys.argv[1:]
@@ -297,7 +298,7 @@ print(memory("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
 @pytest.mark.parametrize("save", [to_folder, to_file])
-def test_memory_is_that_of_a_tensor(save: Save, tmp_path: Path) -> None:
+def test_memory_is_that_of_a_tensor(save: Save, tmp_path: Path, programs: Programs) -> None:
     made = [torch.randn(LAYER // 4) for _ in range(LAYERS)]
     states = {n: {"exp_avg": w + 1, "exp_avg_sq": w + 2} for n, w in enumerate(made)}
     for count, name in ((1, "small"), (LAYERS, "large")):
@@ -305,13 +306,7 @@ def test_memory_is_that_of_a_tensor(save: Save, tmp_path: Path) -> None:
         optimizer = {"state": {n: states[n] for n in range(count)}, "param_groups": []}
         save({"model": model, "optimizer": optimizer}, tmp_path / name)
     places = [str(tmp_path / name) for name in ("small", "large", "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, *places],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = programs.run(PEAK, *places)
     peak = int(done.stdout.splitlines()[-1])
     # Pages of a mapped file, of which the system can take back all, count as resident too.
     mapped = LAYERS * LAYER if save is to_file else 0

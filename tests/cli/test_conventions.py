@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import faststep
 from faststep.cli import main, plots
+from programs import MAIN, Programs
 
-PROGRAM = [sys.executable, "-m", "faststep"]
 SHORT_DEMO = ("demo", "--steps", "1", "--only", "table")
 
 
@@ -25,20 +22,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
-def test_a_reader_that_leaves_ends_the_program_quietly(buffered: bool) -> None:
+def test_a_reader_that_leaves_ends_the_program_quietly(
+    buffered: bool, programs: Programs, tmp_path: Path
+) -> None:
     """As `python -m faststep info --json | head -1`; the status is that of SIGPIPE."""
-    receive, send = os.pipe()
-    os.close(receive)  # nobody will ever read
-    try:
-        done = subprocess.run(
-            [*PROGRAM, "info", "--json"],
-            stdout=send,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
-        )
-    finally:
-        os.close(send)
+    unread = f"""
+import os, sys
+receive, send = os.pipe()
+os.dup2(send, 1)
+os.close(receive), os.close(send)
+sys.stdout.reconfigure(write_through={not buffered})
+"""
+    done = programs.run(unread + MAIN, str(tmp_path), "info", "--json")
     assert done.stderr == ""
     assert done.returncode == 141
 

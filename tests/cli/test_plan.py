@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from faststep.sizing.formats import formats_of
 from faststep.sizing.machine import Machine
 from faststep.sizing.ways import Way, bucket_mb_for, chosen, tokens_for_offload, ways_of
 from faststep.zero.deepspeed import lines_for
+from programs import Programs
 
 FACTORY = """
 import torch
@@ -63,9 +62,11 @@ def frozen():
     return nn.ReLU()
 """
 OFFLOADED = """
-import json, mmap, sys, warnings
+import ctypes, json, mmap, sys, warnings
 import torch
 import faststep
+
+ctypes.CDLL(None).mallopt(-3, 32768)  # M_MMAP_THRESHOLD: what is freed goes back at once
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -334,7 +335,7 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
     ],
 )
 def test_an_offload_takes_what_is_planned(
-    dtype: torch.dtype, options: dict[str, str], per_element: float
+    dtype: torch.dtype, options: dict[str, str], per_element: float, programs: Programs
 ) -> None:
     """In host memory: what a process grows by. On the device: parameters and gradients."""
     formats = formats_of("AdamW", [dtype])
@@ -343,13 +344,7 @@ def test_an_offload_takes_what_is_planned(
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).to(dtype)
     way = ways_of(model, kept, ROOMY._replace(gpus=1), 25, [], on_cuda=True)[1]
-    grown = subprocess.run(
-        [sys.executable, "-c", OFFLOADED, str(dtype).removeprefix("torch."), json.dumps(options)],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "32768"},  # what is freed goes back at once
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    grown = programs.run(OFFLOADED, str(dtype).removeprefix("torch."), json.dumps(options))
     assert int(grown.stdout) == pytest.approx(way.host, rel=0.05)
     assert way.host == pytest.approx(per_element * 2**23, rel=1e-3)
     assert way.memory.between == 2 * dtype.itemsize * 2**23

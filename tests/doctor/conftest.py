@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,15 @@ import pytest
 
 from faststep.doctor.runs import Runs
 from faststep.run.program import Program
+from programs import Programs
+
+Faststep = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def faststep(programs: Programs, tmp_path: Path) -> Faststep:
+    """Runs `python -m faststep` in the test's folder, in one thread: other tests run beside it."""
+    return functools.partial(programs.faststep, tmp_path, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="package")

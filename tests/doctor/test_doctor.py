@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from faststep.doctor import Answer, scratch
 from faststep.doctor.findings import suspects
 from faststep.doctor.gains import compare, deviations, is_rounding
-from faststep.doctor.runs import DoctorError, Length, Runs, free_ports
-from faststep.doctor.sandbox import Kind, is_available
+from faststep.doctor.runs import DoctorError, Length, Runs
+from faststep.doctor.sandbox import is_available
 from faststep.run.program import Program
+from programs import Programs
 
+from .conftest import Faststep
 from .scripts import ON_RANKS, python, written
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
@@ -27,13 +30,6 @@ TWO_RANKS += ("-m", "faststep", "doctor")
 needs_sandbox = pytest.mark.skipif(
     sys.platform != "linux" or not is_available(), reason="no sandbox on this system"
 )
-
-
-def doctor(
-    folder: Path, *arguments: object, path: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    words = ("-m", "faststep", "doctor", *arguments)
-    return python(folder, *words, PATH=str(path or os.environ["PATH"]))
 
 
 def left_behind(files: set[Path]) -> list[Path]:
@@ -56,7 +52,7 @@ def _text_of(path: Path) -> str:
 
 
 @needs_sandbox
-def test_a_whole_answer(tmp_path: Path) -> None:
+def test_a_whole_answer(faststep: Faststep, tmp_path: Path) -> None:
     """What is proven is saved, `run --with` does it, and nothing of all runs is left."""
     (tmp_path / "last.pt").write_text("mine")
     script = tmp_path / "train.py"
@@ -80,7 +76,7 @@ def test_a_whole_answer(tmp_path: Path) -> None:
     )
     before = {*Path("/dev/shm").iterdir()}
     files = ("--json", "answer.json", "--save", "proven.json", "--html", "page.html")
-    done = doctor(tmp_path, "--minutes", 2, "--only", "loader", *files, script, 100)
+    done = faststep("doctor", "--minutes", 2, "--only", "loader", *files, script, 100)
     assert done.returncode == 0, done.stderr
     assert left_behind({*Path("/dev/shm").iterdir()} - before) == []
     made = {"answer.json", "proven.json", "page.html"}
@@ -106,23 +102,13 @@ def test_a_whole_answer(tmp_path: Path) -> None:
     assert "starved-loader" in (tmp_path / "page.html").read_text()
 
     workers = json.loads((tmp_path / "proven.json").read_text())["changes"]["loader"]["num_workers"]
-    kept = python(tmp_path, "-m", "faststep", "run", "--with", "proven.json", script, 1)
+    kept = faststep("run", "--with", "proven.json", script, 1)
     assert f"workers {workers}" in kept.stdout
     assert f"num_workers={workers}" in kept.stderr
 
 
-def test_a_file_that_is_none_of_the_doctors(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("[]")
-    done = python(tmp_path, "-m", "faststep", "run", "--with", "other.json", "train.py")
-    assert done.returncode == 2
-    assert "'other.json' is no file of `doctor --save`" in done.stderr
-
-
 @needs_sandbox
-@pytest.mark.parametrize("kind", ["namespaces", "none"])
-def test_runs_are_forked_from_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
-) -> None:
+def test_runs_are_forked_from_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has imported what takes long, and outlives a run that dies or takes too long."""
     started: list[Any] = []
     start = subprocess.Popen
@@ -143,7 +129,7 @@ def test_runs_are_forked_from_one_process(
         "    optimizer.step()\n"
     )
     monkeypatch.chdir(tmp_path)
-    runs = Runs(Program(str(script), []), time.monotonic() + 120, False, kind)
+    runs = Runs(Program(str(script), []), time.monotonic() + 120, False, "namespaces")
     first = runs.measure(Length(0.1, 5))
     again = runs.measure(Length(0.1, 5))
     both = [*zip(first["losses"], again["losses"], strict=False)]  # of as many steps as both made
@@ -174,7 +160,9 @@ def no_unshare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_sandbox
 @pytest.mark.parametrize("kind", ["namespaces", "scratch"])
-def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: str) -> None:
+def test_what_a_script_writes_is_gone(
+    faststep: Faststep, tmp_path: Path, no_unshare: Path, kind: str
+) -> None:
     if kind == "scratch" and not scratch.is_available(network=False):
         pytest.skip("no Landlock")
     mark = f"41{os.getpid()}.25"
@@ -195,8 +183,8 @@ def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: st
         "    optimizer.zero_grad()\n"
         "    torch.save(weight, 'new/folder/last.pt')\n"
     )
-    path = no_unshare if kind == "scratch" else None
-    done = doctor(tmp_path, "--minutes", 1, "train.py", path=path)
+    path = {"PATH": str(no_unshare)} if kind == "scratch" else {}
+    done = faststep("doctor", "--minutes", 1, "--only", "denormals", "train.py", **path)
     assert done.returncode == 0, done.stderr
     assert "checkpoint-in-loop" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "train.py"}
@@ -216,36 +204,11 @@ def _is_mine(path: Path) -> bool:
 
 
 @needs_sandbox
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("raise ValueError('the reason')", "ValueError: the reason"),
-        ("import torch", "fewer than two steps"),
-        ("raise SystemExit(3)", "ended with status 3"),
-    ],
-)
-def test_scripts_that_cannot_be_measured(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "train.py").write_text(text)
-    done = doctor(tmp_path, "--minutes", 0.5, "train.py")
+def test_a_script_that_cannot_be_measured(faststep: Faststep, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('the reason')")
+    done = faststep("doctor", "--minutes", 0.5, "train.py")
     assert done.returncode == 1
-    assert said in done.stderr
-
-
-def test_what_a_sandbox_without_namespaces_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not scratch.is_available(network=False):
-        pytest.skip("no Landlock")
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / "train.py"
-    runs = Runs(Program(str(script), []), time.monotonic() + 60, False, "scratch")
-    script.write_text("import torch\ntorch._C.PyTorchFileWriter('written.pt')\n")
-    with pytest.raises(DoctorError, match=r"only Python's own functions and torch.save may write"):
-        runs.measure(Length(0.1, 5))
-    script.write_text("import socket\nsocket.create_connection(('127.0.0.1', 9))\n")
-    with pytest.raises(DoctorError, match=r"PermissionError(.|\n)*unless --network is passed"):
-        runs.measure(Length(0.1, 5))
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert "ValueError: the reason" in done.stderr
 
 
 @pytest.mark.slow
@@ -285,54 +248,69 @@ for step in range(100000):
 """
 
 
-def test_ranks_see_each_others_files_without_namespaces(tmp_path: Path, no_unshare: Path) -> None:
+def test_ranks_see_each_others_files_without_namespaces(
+    faststep: Faststep, tmp_path: Path, no_unshare: Path
+) -> None:
     if not scratch.is_available(network=True):
         pytest.skip("no Landlock")
     (tmp_path / "train.py").write_text(FILES_OF_RANKS)
     (tmp_path / "both").write_text("+")
     (tmp_path / "removed").write_text("is there")
-    options = ("--minutes", "1.5", "--network", "--only", "denormals")
-    done = python(tmp_path, *TWO_RANKS, *options, "train.py", PATH=str(no_unshare))
+    options = ("--minutes", 1.5, "--network", "--only", "denormals")
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = faststep("doctor", *options, "train.py", PATH=str(no_unshare), **ranks)
     assert done.returncode == 0, done.stderr
     assert "A step takes" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "both", "removed"}
     assert (tmp_path / "both").read_text() == "+"
 
 
+TWO_MACHINES = """
+import os, sys
+second = os.fork() == 0
+if second:
+    os.dup2(os.open(sys.argv.pop(1) + "/second", os.O_WRONLY | os.O_CREAT), 1)
+else:
+    del sys.argv[1]
+os.environ["RANK"] = str(int(second))
+from faststep.cli import main
+status = main()
+sys.stdout.flush()
+if second:
+    os._exit(status)
+assert os.wait()[1] == 0
+raise SystemExit(status)
+"""
+
+
 @needs_sandbox
-def test_ranks_of_two_machines(tmp_path: Path) -> None:
-    """Two torchruns: the first one answers, and finds the rank of the second to be late."""
-    script = written(tmp_path, ON_RANKS["uneven-ranks"])
-    [port] = free_ports(1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank"]
-    rest = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    rest += ["-m", "faststep", "doctor", "--minutes", "1.5", "--network", "--only", "denormals"]
-    nodes = [
-        subprocess.Popen(
-            [*command, node, *rest, str(script)],
-            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for node in "01"
-    ]  # fmt: skip
-    (first, errors), (second, others) = (one.communicate() for one in nodes)
-    assert [one.returncode for one in nodes] == [0, 0], errors + others
-    assert first.startswith("uneven-ranks")
-    assert "the others wait for rank 1, where data takes" in first
-    assert second == ""
-    assert list(tmp_path.iterdir()) == [script]
+def test_ranks_of_two_machines(tmp_path: Path, programs: Programs) -> None:
+    """As of two torchruns: the first one answers, and finds the rank of the second to be late."""
+    (script := tmp_path / "scripts").mkdir()
+    script = written(script, ON_RANKS["uneven-ranks"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchruns = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    options = ("--minutes", "1.5", "--network", "--only", "denormals", str(script))
+    words = (str(tmp_path), "doctor", *options)
+    done = programs.run(TWO_MACHINES, *words, OMP_NUM_THREADS="1", **torchruns)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("uneven-ranks")
+    assert "the others wait for rank 1, where data takes" in done.stdout
+    assert (tmp_path / "second").read_text() == ""
+    assert list(script.parent.iterdir()) == [script]
 
 
 @pytest.mark.parametrize(
     ("options", "said"), [((), "pass --network"), (("--network",), "takes several machines from")]
 )
 def test_ranks_of_several_machines_that_could_not_meet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+    faststep: Faststep, tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (tmp_path / "train.py").touch()
-    done = doctor(tmp_path, *options, "train.py")
+    done = faststep("doctor", *options, "train.py", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
     assert done.returncode == 1
     assert said in done.stderr
 
@@ -348,12 +326,6 @@ def test_the_rank_that_others_wait_for() -> None:
     assert "num_workers=2" not in suspect.changes
     last["phases"] = {"data": 0.16, "communication": 0.84}
     assert not [one for one in suspects(found) if one.cause == "uneven-ranks"]
-
-
-def test_wrong_arguments(tmp_path: Path) -> None:
-    assert "there is no script" in doctor(tmp_path, "--minutes", 1).stderr
-    assert "'speed' is none of" in doctor(tmp_path, "--only", "speed", "train.py").stderr
-    assert "--minutes: must be positive" in doctor(tmp_path, "--minutes", 0, "train.py").stderr
 
 
 def test_a_gain_has_the_interval_of_its_noise() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from faststep.doctor import scratch
+from programs import Programs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not scratch.is_available(network=False), reason="no Landlock"
@@ -102,13 +102,6 @@ def tree(folder: Path) -> list[tuple[str, int, Any]]:
     )
 
 
-def run(folder: Path, empty: Path | str, program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", START + program, str(folder), str(empty), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def operations(source: random.Random, count: int) -> list[list[Any]]:
     made: list[list[Any]] = []
     for _ in range(count):
@@ -129,13 +122,18 @@ def operations(source: random.Random, count: int) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_files_are_as_without_it_and_none_is_changed(tmp_path: Path, seed: int) -> None:
+def test_files_are_as_without_it_and_none_is_changed(
+    tmp_path: Path, programs: Programs, seed: int
+) -> None:
     plain, guarded, empty = (tmp_path / name for name in ("plain", "guarded", "empty"))
     empty.mkdir()
     before = tree(filled(guarded))
     ordered = operations(random.Random(seed), 60)
-    want = run(filled(plain), "", OPERATIONS, json.dumps(ordered))
-    got = run(guarded, empty, OPERATIONS, json.dumps(ordered))
-    pairs = zip(ordered, json.loads(want), json.loads(got), strict=True)
+    said = []
+    for folder, sandbox in ((filled(plain), ""), (guarded, str(empty))):
+        done = programs.run(START + OPERATIONS, str(folder), sandbox, json.dumps(ordered))
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(json.loads(done.stdout))
+    pairs = zip(ordered, *said, strict=True)
     assert [one for one in pairs if one[1] != one[2]] == []
     assert tree(guarded) == before
