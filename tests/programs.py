@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch.distributed as dist
+
 SERVER = r"""
 import gc, json, os, sys, torch, torch._dynamo
 
@@ -34,6 +36,26 @@ for line in sys.stdin:
 """
 
 
+RANKS = """
+import os, signal, torch
+pids = []
+for rank in range(int(os.environ["WORLD_SIZE"])):
+    pids.append(os.fork())
+    if not pids[-1]:
+        break
+else:
+    failed = False
+    while pids:
+        pid, status = os.wait()
+        pids.remove(pid)
+        if status and not failed:
+            failed = True
+            for other in pids:
+                os.kill(other, signal.SIGTERM)
+    raise SystemExit(failed)
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % int(os.environ["LOCAL_WORLD_SIZE"])))
+torch.set_num_threads(1)
+"""
 MAIN = """
 import os, sys
 os.chdir(sys.argv.pop(1))
@@ -77,6 +99,19 @@ class Programs:
     ) -> subprocess.CompletedProcess[str]:
         """As `python -m faststep *words` in a folder."""
         return self.run(MAIN, str(folder), *map(str, words), **environment)
+
+    def ranks(
+        self, count: int, code: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """The same on each of so many ranks, with what torchrun gives them, and its store."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        torchruns = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        return self.run(RANKS + code, *arguments, **{**torchruns, **environment})
 
     def close(self) -> None:
         self._server.communicate()

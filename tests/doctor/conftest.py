@@ -1,4 +1,4 @@
-"""Runs of scripts by the doctor, all of them forked from one process."""
+"""Runs of scripts by the doctor, forked from one process for each kind of sandbox."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from faststep.doctor.runs import Runs
+from faststep.doctor.sandbox import Kind
 from faststep.run.program import Program
 from programs import Programs
 
@@ -32,17 +33,19 @@ def started_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def runs_of(started_in: Path) -> Iterator[Callable[..., Runs]]:
     """Makes `Runs` of a script, without the time that an import of torch takes."""
-    first = Runs(Program("", []), 0.0, False, "namespaces")
+    made: list[Runs] = []  # the one that has started a server ends it
+
+    def make(script: Path, ranks: int = 1, kind: Kind = "namespaces") -> Runs:
+        runs = Runs(Program(str(script), []), time.monotonic() + 100, False, kind, ranks)
+        runs._servers = next((one._servers for one in made if one.sandbox == kind), runs._servers)
+        made.append(runs)
+        return runs
+
     with pytest.MonkeyPatch.context() as changed:
         changed.chdir(started_in)
         # Other tests run beside these, and threads that wait for each other then take all the time.
         changed.setenv("OMP_NUM_THREADS", "1")
-        first._server_with("")
-
-    def made(script: Path, ranks: int = 1) -> Runs:
-        runs = Runs(Program(str(script), []), time.monotonic() + 100, False, "namespaces", ranks)
-        runs._servers = first._servers
-        return runs
-
-    yield made
-    first._servers[""].kill()
+        yield make
+    for runs in made:
+        for server in runs._servers.values():
+            server.kill()

@@ -8,19 +8,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from faststep.doctor import Answer, scratch
 from faststep.doctor.findings import suspects
 from faststep.doctor.gains import compare, deviations, is_rounding
 from faststep.doctor.runs import DoctorError, Length, Runs
 from faststep.doctor.sandbox import is_available
-from faststep.run.program import Program
-from programs import Programs
+from programs import MAIN, Programs
 
 from .conftest import Faststep
 from .scripts import ON_RANKS, python, written
@@ -108,7 +107,11 @@ def test_a_whole_answer(faststep: Faststep, tmp_path: Path) -> None:
 
 
 @needs_sandbox
-def test_runs_are_forked_from_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_forked_from_one_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runs_of: Callable[..., Runs],
+) -> None:
     """It has imported what takes long, and outlives a run that dies or takes too long."""
     started: list[Any] = []
     start = subprocess.Popen
@@ -120,7 +123,7 @@ def test_runs_are_forked_from_one_process(tmp_path: Path, monkeypatch: pytest.Mo
         "import os, sys\n"
         "assert 'torch._dynamo' in sys.modules\n"
         "import torch\n"
-        "if os.path.exists('dies'):\n"
+        f"if os.path.exists('{tmp_path}/dies'):\n"
         "    os.write(2, b'it has died'), os.abort()\n"
         "weight = torch.nn.Parameter(torch.ones(2))\n"
         "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
@@ -128,24 +131,24 @@ def test_runs_are_forked_from_one_process(tmp_path: Path, monkeypatch: pytest.Mo
         "    weight.sum().backward()\n"
         "    optimizer.step()\n"
     )
-    monkeypatch.chdir(tmp_path)
-    runs = Runs(Program(str(script), []), time.monotonic() + 120, False, "namespaces")
+    runs = runs_of(script)
     first = runs.measure(Length(0.1, 5))
     again = runs.measure(Length(0.1, 5))
     both = [*zip(first["losses"], again["losses"], strict=False)]  # of as many steps as both made
     assert len(both) >= 5
     assert all(one == other for one, other in both)
     assert first["peak"] > 100 << 20
-    assert len(started) == 1
+    assert len(started) <= 1  # none, if there was one
+    started.clear()
     (tmp_path / "dies").touch()
     with pytest.raises(DoctorError, match="it has died"):
         runs.measure(Length(0.1, 5))
     (tmp_path / "dies").unlink()
     assert len(runs.measure(Length(0.1, 5))["steps"]) >= 5
-    assert len(started) == 2
-    server = runs._servers[""]
-    del runs
-    assert server is not None
+    assert len(started) == 1
+    own = Runs(runs.program, runs.until, False, "namespaces")
+    server = own._server_with("")
+    del own
     assert not server.is_alive
 
 
@@ -265,42 +268,17 @@ def test_ranks_see_each_others_files_without_namespaces(
     assert (tmp_path / "both").read_text() == "+"
 
 
-TWO_MACHINES = """
-import os, sys
-second = os.fork() == 0
-if second:
-    os.dup2(os.open(sys.argv.pop(1) + "/second", os.O_WRONLY | os.O_CREAT), 1)
-else:
-    del sys.argv[1]
-os.environ["RANK"] = str(int(second))
-from faststep.cli import main
-status = main()
-sys.stdout.flush()
-if second:
-    os._exit(status)
-assert os.wait()[1] == 0
-raise SystemExit(status)
-"""
-
-
 @needs_sandbox
 def test_ranks_of_two_machines(tmp_path: Path, programs: Programs) -> None:
-    """As of two torchruns: the first one answers, and finds the rank of the second to be late."""
-    (script := tmp_path / "scripts").mkdir()
-    script = written(script, ON_RANKS["uneven-ranks"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchruns = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    options = ("--minutes", "1.5", "--network", "--only", "denormals", str(script))
-    words = (str(tmp_path), "doctor", *options)
-    done = programs.run(TWO_MACHINES, *words, OMP_NUM_THREADS="1", **torchruns)
+    """The first one answers for both, and finds the rank of the second to be late."""
+    script = written(tmp_path, ON_RANKS["uneven-ranks"])
+    words = ("--minutes", "1.5", "--network", "--only", "denormals", str(script))
+    done = programs.ranks(2, MAIN, str(tmp_path), "doctor", *words, LOCAL_WORLD_SIZE="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("uneven-ranks")
+    assert done.stdout.count("A step takes") == 1
     assert "the others wait for rank 1, where data takes" in done.stdout
-    assert (tmp_path / "second").read_text() == ""
-    assert list(script.parent.iterdir()) == [script]
+    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.parametrize(

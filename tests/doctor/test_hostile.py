@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from faststep.doctor import runs as runs_of_doctor
 from faststep.doctor import scratch
 from faststep.doctor.runs import DoctorError, Length, Runs
 from faststep.doctor.sandbox import Kind, is_available
-from faststep.run.program import Program
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not is_available() or not scratch.is_available(network=False),
@@ -38,29 +37,14 @@ KINDS: tuple[Kind, ...] = ("namespaces", "scratch", "none")
 Made = Callable[[Kind, str], Runs]
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[dict[Kind, Runs]]:
-    """Those that have imported torch, by the kind of sandbox."""
-    made: dict[Kind, Runs] = {}
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("OMP_NUM_THREADS", "1")
-        yield made
-    for one in made.values():
-        for server in one._servers.values():
-            server.kill()
-
-
 @pytest.fixture
-def of(servers: dict[Kind, Runs], tmp_path: Path) -> Made:
+def of(runs_of: Callable[..., Runs], tmp_path: Path) -> Made:
     """Makes `Runs` of a script that is written to a file."""
 
     def made(kind: Kind, text: str) -> Runs:
         script = tmp_path / "train.py"
         script.write_text(START + text)
-        runs = Runs(Program(str(script), []), time.monotonic() + 100, False, kind)
-        first = servers.setdefault(kind, runs)
-        runs._servers = first._servers
-        return runs
+        return runs_of(script, kind=kind)
 
     return made
 

@@ -29,6 +29,7 @@ from conftest import Run
 from faststep.cli import live
 from faststep.doctor.sampler import INTERVAL
 from faststep.doctor.watching import PERIOD, Figures, Watch, _number
+from programs import MAIN, Programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,14 +207,6 @@ def test_scripts_end_as_without(run: Run, tmp_path: Path, name: str) -> None:
     assert lines_of(tmp_path / "log.jsonl")[-1]["step"] == 6
 
 
-def test_a_file_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
-    """It is an error before the script starts."""
-    done = run("print('started')", options=("--log", str(tmp_path / "none" / "log.jsonl")))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "none/log.jsonl' cannot be written: No such file or directory" in done.stderr
-
-
 def test_a_rank_has_a_file_of_its_own_and_shows_nothing(run: Run, tmp_path: Path) -> None:
     options = ("--live", "--log", str(tmp_path / "log.jsonl"))
     done = run(SLOW, options=options, RANK="1", WORLD_SIZE="2")
@@ -239,15 +232,11 @@ for step in range(150):
 """
 
 
-def test_rank_0_shows_a_line_of_each_rank(tmp_path: Path) -> None:
+def test_rank_0_shows_a_line_of_each_rank(tmp_path: Path, programs: Programs) -> None:
     """torchrun's store brings it there; each rank writes a log of its own."""
     (tmp_path / "script.py").write_text(ON_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "--", "faststep", "run", "--live"]
-    done = subprocess.run(
-        [*command, "--log", "log.jsonl", "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    words = ("run", "--live", "--log", "log.jsonl", "script.py")
+    done = programs.ranks(2, MAIN, str(tmp_path), *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^faststep run: step 150, .*loss 4;", done.stderr, re.M)
     line = r"^faststep run: rank 1, \S+ steps/s, loss 8, data 0%, \d+ MiB$"

@@ -271,9 +271,6 @@ def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
     silent = run(source, options=("--only=optim",), RANK="1")
     assert good(silent) == "faststep.run.optimizers torch.utils.data.dataloader\n"
     assert silent.stderr == ""
-    wrong = run(source, options=("--only", "optims"))
-    assert wrong.returncode == 2
-    assert "'optims' is none of optim, amp, clip, data, loss, memory, threads" in wrong.stderr
 
 
 ENDS = {
@@ -323,13 +320,6 @@ def test_modules_packages_and_what_is_not_there(programs: Programs, tmp_path: Pa
         done = programs.run(code, *options, *missing)
         assert done.returncode == 2
         assert message in done.stderr
-    done = programs.run(code, *options)
-    assert done.returncode == 2
-    assert "there is no script" in done.stderr
-    for option in ("-u", "-Werror", "-O"):
-        done = programs.run(code, "run", option, "script.py")
-        assert done.returncode == 2
-        assert f"{option} is an option of Python: python {option} -m faststep run" in done.stderr
 
 
 PROCESSES = """
@@ -349,22 +339,21 @@ def child(optimizer, answers):
     clip = clip_grad_norm_.__globals__["__name__"].split(".")[0]
     answers.put((type(optimizer).__module__, type(made).__module__, clip))
 
-def ranked(rank, answers):
-    child(None, answers)
+def ranked(rank, optimizer, answers):
+    child(optimizer, answers)
 
 if __name__ == "__main__":
     optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
-    for method in ("spawn", "forkserver", "fork"):
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(ranked, (optimizer, answers), 1)
+    print("spawn", *answers.get())
+    for method in ("forkserver", "fork"):
         context = multiprocessing.get_context(method)
         answers = context.SimpleQueue()
         process = context.Process(target=child, args=(optimizer, answers))
         process.start()
         print(method, *answers.get())
         process.join()
-    answers = multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(ranked, (answers,), 1)
-    expected = (type(None).__module__, type(optimizer).__module__, "faststep")
-    print(answers.get() == expected)
     for method in ("spawn", "fork"):
         options = {"num_workers": 1, "multiprocessing_context": method}
         loader = torch.utils.data.DataLoader(Workers(), 2, **options)
@@ -377,11 +366,10 @@ def test_processes_are_swapped_and_workers_that_are_spawned_are_not(run: Run) ->
     done = run(PROCESSES)
     assert good(done).splitlines() == [
         *(f"{method} {ours} {ours} faststep" for method in ("spawn", "forkserver", "fork")),
-        "True",
         *("[[False, False]]", "[[True, True]]"),
     ]
     assert done.stderr.count("made ") == 1
-    assert "3 processes were started anew, with faststep's classes; they are not in" in done.stderr
+    assert "2 processes were started anew, with faststep's classes; they are not in" in done.stderr
 
 
 MET = """
