@@ -10,6 +10,7 @@ import torch
 
 from faststep import _C
 from gradients import LAYOUTS
+from optim.common import assert_same_bits
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LOW = (torch.bfloat16, torch.float16)
@@ -50,6 +51,32 @@ def test_types(to: torch.dtype, of: torch.dtype) -> None:
     assert torch.equal(total, expected)
     _C.accumulate([total], [term], 1 / 3, True)
     assert torch.equal(total, first)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("low", LOW)
+def test_every_rounding(low: torch.dtype, flushes: bool) -> None:
+    """Each number of 16 bits, and floats around it and around the middle to the next. What a thread
+    makes of subnormal floats is not heard: those of float16 are normal floats."""
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(low)
+    wide, steps = halves.double(), torch.arange(-3, 4, dtype=torch.int32)
+    middles = (wide + wide.roll(-1)) / 2
+    around = torch.cat([wide, middles]).float().view(torch.int32)[:, None] + steps
+    floats = around.view(torch.float32).flatten()
+    if flushes and low is torch.bfloat16:
+        floats = floats[floats.abs() >= torch.finfo(torch.float32).tiny]
+    narrow, back = floats.to(low), halves.float()
+    found, widened = torch.empty_like(narrow), torch.empty_like(back)
+    try:
+        torch.set_num_threads(1)
+        assert torch.set_flush_denormal(flushes) or not flushes
+        _C.accumulate([found, widened], [floats, halves], 1.0, True)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits([found.where(~found.isnan(), 0)], [narrow.where(~narrow.isnan(), 0)])
+    assert torch.equal(found.isnan(), narrow.isnan())
+    if not flushes or low is torch.float16:
+        torch.testing.assert_close(widened, back, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_bits_of_torchs_add() -> None:

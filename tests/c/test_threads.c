@@ -7,10 +7,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "common.h"
 #include "core/image_pass.h"
 #include "core/passes.h"
+#include "core/rule_args.h"
 #include "cpu/parallel.h"
-#include "reference.h"
 
 enum { TENSORS = 40, SHARED = 3 }; /* the last tensors share their memory with the first */
 
@@ -64,10 +65,10 @@ static outcome *run_passes(array *const tensors[TENSORS][FST_OP_COUNT], int shar
     fst_plan_init(&plan, FST_OP_COUNT);
     fst_plan_begin(&plan);
     for (int wide = 0; wide < 2; wide++) {
-        update_case c = {.rule = FST_RULE_amsgrad, .wide = wide, .step = 2.0, .clip = 0.5};
-        memcpy(c.hyper, (double[]){0.01, 0.9, 0.99, 1e-8, 0.1, 1.0}, 6 * sizeof(double));
-        c.sign = 1.0;
-        args[wide] = args_of(&c);
+        const double hyper[FST_MAX_HYPER] = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0};
+        args[wide] = (fst_update_args){
+            .rule = FST_RULE_amsgrad, .wide = wide, .sign = 1.0, .clip_coefficient = 0.5};
+        fst_rule_fill_args(&args[wide], hyper, 2.0);
     }
     for (size_t i = 0; i < TENSORS; i++) {
         const uint32_t wide = dtypes[i % 4] == FST_F64;

@@ -5,10 +5,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "common.h"
 #include "core/offload.h"
 #include "core/passes.h"
 #include "core/rule_args.h"
-#include "reference.h"
 
 enum { TILES = 40 };
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ def values(seed: int) -> list[torch.Tensor]:
     return drawn
 
 
+def add(digest: Any, tensors: Iterable[torch.Tensor]) -> None:
+    """All bits but those of NaN, of which an operation hands on any."""
+    for t in tensors:
+        flat = t.detach().reshape(-1).contiguous()
+        if t.is_floating_point():
+            flat = flat.where(flat == flat, torch.nan)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+
+
 def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> str:
     """Three steps: plain, with a scale and clipping, plain."""
     params = [torch.nn.Parameter(value.to(dtype, copy=True)) for value in values(0)]
@@ -72,8 +82,49 @@ def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> str:
             optimizer.max_grad_norm = None
             digest.update(str(optimizer.last_grad_norm.item().hex()).encode())
     for p in params:
-        for t in (p.detach(), p.grad, *optimizer.state[p].values()):
-            digest.update(t.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        add(digest, (p, p.grad, *optimizer.state[p].values()))
+    return digest.hexdigest()
+
+
+NOISE = {"state_dtype": "bf16", "rounding": "stochastic"}
+MASTERS = ({"master_weights": True}, {"master_weights": "remainder16"})
+SPECIAL = (0.0, -0.0, 1.0, 1e-45, 3e38, math.inf, -math.inf, math.nan)
+
+
+LAYOUTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda value: value.repeat_interleave(3)[::3],
+    lambda value: torch._neg_view(-value),
+    lambda value: value.view(-1, 7).t().contiguous().t(),
+    lambda value: torch._neg_view(-value.view(-1, 7).t().contiguous().t()),
+    lambda value: value,
+)
+OF_GRADIENTS = (1, 0, 2, 3, 4)
+
+
+def mix(name: str, options: dict[str, Any]) -> str:
+    """Parameters, gradients and states of all types in all layouts, and values that few have."""
+    digest, generator = hashlib.sha256(), torch.Generator().manual_seed(3)
+    special = torch.cartesian_prod(*[torch.tensor(SPECIAL)] * 2).t()
+    has_noise = name not in ("SGD", "Lion") and "state_dtype" not in options
+    for number, (of_param, of_grad) in enumerate(itertools.product(DTYPES, DTYPES)):
+        noise = (NOISE,) if has_noise and of_param == of_grad else ()
+        for form in ({}, *noise, *(MASTERS if of_param == torch.bfloat16 else ())):
+            values = torch.randn((3, 5, 77), generator=generator)
+            values[:2, 4, :64] = special
+            laid_out = zip(LAYOUTS, values[0], strict=True)
+            params = [torch.nn.Parameter(lay(value.to(of_param))) for lay, value in laid_out]
+            optimizer = getattr(faststep.optim, name)(params, **{**options, **form})
+            for drawn in values[1:]:
+                for p, value, at in zip(params, drawn, OF_GRADIENTS, strict=True):
+                    p.grad_dtype = of_grad
+                    p.grad = LAYOUTS[at](value.to(of_grad))
+                optimizer.step()
+                for p in () if form or "state_dtype" in options else params:
+                    state = optimizer.state[p]
+                    to = DTYPES[(number + number // 4) % 4]
+                    state.update({k: v.to(to) for k, v in state.items() if v.shape == p.shape})
+            for p in params:
+                add(digest, (p, *optimizer.state[p].values()))
     return digest.hexdigest()
 
 
@@ -99,8 +150,7 @@ def train_factored(dtype: torch.dtype) -> str:
         for p, grad in zip(params, drawn(), strict=True):
             p.grad = grad
         optimizer.step()
-    for t in [*params, *(t for p in params for t in optimizer.state[p].values())]:
-        digest.update(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    add(digest, [*params, *(t for p in params for t in optimizer.state[p].values())])
     return digest.hexdigest()
 
 
@@ -120,12 +170,13 @@ def pass_over(dtype: torch.dtype) -> str:
     faststep._C.accumulate(sums, terms, 1 / 3, False, [total.clone() for total in sums])
     faststep._C.clamp(grads, 0.7)
     faststep._C.scale(grads, 1 / 3)
-    for t in (*sums, *grads):
-        digest.update(t.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    add(digest, (*sums, *grads))
     return digest.hexdigest()
 
 
 def lines() -> Iterator[str]:
+    for name, options in RUNS:
+        yield f"{name} {options} mixed {mix(name, options)}"
     for dtype in DTYPES:
         for name, options in RUNS:
             yield f"{name} {options} {dtype} {train(name, options, dtype)}"

@@ -125,7 +125,8 @@ def test_every_size(declaration: Declaration, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
 def test_one_list_or_many(declaration: Declaration, dtype: torch.dtype) -> None:
-    """A tensor's result does not depend on its neighbours, its group or its place in memory."""
+    """A tensor's result does not depend on its neighbours, its group or its place in memory, and
+    between tensors nothing is written."""
     shapes = [(5,), (1000,), (3, 4), (70001,), ()]
     together, alone = parameters(*shapes, dtype=dtype), parameters(*shapes, dtype=dtype)
     storage = torch.zeros(80_000, dtype=dtype)
@@ -134,6 +135,7 @@ def test_one_list_or_many(declaration: Declaration, dtype: torch.dtype) -> None:
         view = storage[offset : offset + p.numel()].view(p.shape)
         moved.append(torch.nn.Parameter(view.copy_(p.detach())))
         offset += p.numel() + 1
+        storage[offset - 1] = torch.nan
     for params, groups in (
         (together, [{"params": together}]),
         (alone, [{"params": [p]} for p in alone]),
@@ -143,6 +145,7 @@ def test_one_list_or_many(declaration: Declaration, dtype: torch.dtype) -> None:
         train(optimizer, params, steps=3)
     assert_same_bits(together, alone, "one group or one per tensor")
     assert_same_bits(together, moved, "own memory or odd offsets in a shared storage")
+    assert storage.isnan().sum() == len(shapes)
 
 
 @pytest.mark.parametrize(
