@@ -88,6 +88,20 @@ def images() -> None:
                     assert torch.equal(got.cpu(), want)
 
 
+def losses() -> None:
+    for dtype, shape in itertools.product(DTYPES, ((1, 1), (5, 33), (3, 9001))):
+        if dtype == torch.float64:
+            continue
+        logits, target = values(shape, 1, dtype, 4.0), torch.arange(shape[0]) % shape[1] - 1
+        rows = [torch.empty(shape[:1]) for _ in range(2)]
+        results = [torch.empty_like(logits), torch.empty(()), torch.empty(2)]
+        host = [logits, target, values(shape[1:], 2).abs(), *rows, *results]
+        there = [one.to(CUDA) for one in host]
+        for some in (host, there):
+            assert _C.cross_entropy(*some, -1, 0.1, True)
+        assert all(same_bits(one, other.cpu()) for one, other in zip(host, there, strict=True))
+
+
 def main(*arguments: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, metavar="N")
@@ -96,6 +110,8 @@ def main(*arguments: str) -> None:
     lists()
     print("images", flush=True)
     images()
+    print("losses", flush=True)
+    losses()
     torch.cuda.synchronize()
     print(f"{_C.device_counts()[0]} launches, the bits of the CPU")
 

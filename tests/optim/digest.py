@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import faststep
+from faststep.data import transforms
 
 RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
@@ -174,7 +175,25 @@ def pass_over(dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
+def transform() -> str:
+    """Images that are cut, resized in both ways and mixed, and channels that are split."""
+    digest, generator = hashlib.sha256(), torch.Generator().manual_seed(1)
+    source = torch.randint(0, 256, (3, 3, 40, 61), dtype=torch.uint8, generator=generator)
+    for images, size, smooth in itertools.product((source, source.float()), (9, 70), (True, False)):
+        crop = transforms.RandomResizedCrop(size, antialias=smooth)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            every = [crop, transforms.ToFloat(dtype), transforms.MixUp(1.0, 3)]
+            labels = torch.tensor([0, 2, 1])
+            add(digest, transforms.Compose(every)(images, labels, generator=generator))
+    for width in range(61):
+        planes = torch.empty((3, 1, width), dtype=torch.uint8)
+        faststep._C.split_channels(source.flatten()[: 3 * width].view(1, width, 3), planes)
+        add(digest, [planes])
+    return digest.hexdigest()
+
+
 def lines() -> Iterator[str]:
+    yield f"images {transform()}"
     for name, options in RUNS:
         yield f"{name} {options} mixed {mix(name, options)}"
     for dtype in DTYPES:
