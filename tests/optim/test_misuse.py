@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -214,6 +215,27 @@ def test_unusable_tensor(declaration: Declaration, make: Any, named: bool) -> No
     bad.grad = None
     optimizer.step()
     assert not torch.equal(good, starts[0]), "the optimizer goes on without the bad gradient"
+
+
+def test_elements_that_share_memory() -> None:
+    """Where any two may, nothing is updated; some strides are refused that happen not to meet."""
+    source, refused = random.Random(0), 0
+    for _ in range(1000):
+        dims, memory = source.randint(1, 4), torch.zeros(512)
+        shape = [source.randint(1, 4) for _ in range(dims)]
+        strides = [source.randrange(40) for _ in range(dims)]
+        param = Parameter(memory.as_strided(shape, strides))
+        param.grad = torch.ones(shape)
+        places = torch.arange(512).as_strided(shape, strides).unique().numel()
+        try:
+            SGD.ours([param], lr=1.0).step()
+        except RuntimeError:
+            refused += places == param.numel()
+            assert not memory.any()
+        else:
+            assert places == param.numel()
+            assert memory.sum() == -places
+    assert refused < 250
 
 
 @pytest.mark.parametrize("name", ["\u0416" * 150, "A" + "\u0416" * 150])
