@@ -149,7 +149,10 @@ def test_a_model_alone(factory: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (
             16,
             "11MB",
-            ['optimizer = faststep.zero.shard(model, optimizer, stage=3, offload="params")'],
+            [
+                'optimizer = faststep.zero.shard(model, optimizer, stage=3, offload="optimizer")',
+                "# offload was",
+            ],
         ),
     ],
 )

@@ -150,14 +150,13 @@ def _lines(planned: Planned, best: Way) -> str:
     else:
         bucket = "" if best.stage == 3 or planned.bucket_mb == 25 else planned.bucket_mb
         more = f", bucket_mb={bucket}" if bucket else ""
-        what = "params" if best.stage == 3 else "optimizer"
-        more += f', offload="{what}"' if best.offloads else ""
+        more += ', offload="optimizer"' if best.offloads else ""
         lines.append(
             f"    optimizer = faststep.zero.shard(model, optimizer, stage={best.stage}{more})"
         )
     if best.checkpoints:
         lines.append("    # and torch.utils.checkpoint in the forward of each block")
-    if best.offloads and best.stage < 3:
+    if best.offloads:
         lines.append("    # offload was tested on simulated GPUs only")
     return "\n".join(lines)
 

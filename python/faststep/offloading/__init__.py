@@ -58,8 +58,9 @@ def offload(
             module.
         ValueError: `fraction` is not from 0 to 1, or `threads` not from 1 to 256.
         RuntimeError: the optimizer is offloaded or released already.
-        NotImplementedError: the optimizer is Adafactor, or parameters are divided over ranks; CUDA
-            parameters lie on several devices or with gaps, or `fraction` is less than 1.
+        NotImplementedError: the optimizer is Adafactor; parameters are those of
+            FullyShardedDataParallel, or DTensors beside `model` or `in_backward`; CUDA parameters
+            lie on several devices or with gaps, or `fraction` is less than 1.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
     arXiv:2101.06840.
@@ -70,18 +71,14 @@ def offload(
         raise ValueError(f"threads must be from 1 to {MOST_THREADS}, not {threads}")
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    inside = _checked(optimizer, in_backward)
-    if (in_backward or model is not None) and any_dtensor(params_of(inside)):
-        raise NotImplementedError(
-            "offload() does not take DTensors with in_backward= or model= so far"
-        )
+    inside = _checked(optimizer, in_backward, in_backward or model is not None)
     offloaded = Offload(inside, fraction, in_backward, threads)
     if model is not None:
         offloaded._copies.wait_in_forward(model)
     return offloaded
 
 
-def _checked(optimizer: Optimizer, in_backward: bool) -> FusedOptimizer:
+def _checked(optimizer: Optimizer, in_backward: bool, needs_whole: bool) -> FusedOptimizer:
     """The optimizer that accelerate may have wrapped; raises for one that cannot be offloaded."""
     inside = unwrapped(optimizer, "offload()")
     kind = f"{type(inside).__module__}.{type(inside).__name__}"
@@ -97,6 +94,10 @@ def _checked(optimizer: Optimizer, in_backward: bool) -> FusedOptimizer:
         raise RuntimeError(
             "gradients of this optimizer are released (release_gradients): remove() the release, "
             "and pass in_backward=True to offload()"
+        )
+    if needs_whole and any_dtensor(params_of(inside)):
+        raise NotImplementedError(
+            "offload() does not take DTensors with in_backward= or model= so far"
         )
     if in_backward:
         refuse_code_before_step(inside, None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from .. import _C
 from .._devices import HOST, HOST_ONLY, devices_of
@@ -15,14 +16,23 @@ from ..optim.plan_step import PlanStep, Scalars, on_device
 from ..optim.request import StepAnswer, StepRequest
 from ..optim.step import Stepper
 
-if TYPE_CHECKING:
-    from .offloaded import Offload
+
+class Offloading(Protocol):
+    """An :class:`.Offload`."""
+
+    def prepare(self, request: StepRequest) -> StepRequest | None: ...
+    def measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]: ...
+    def step(self, request: StepRequest) -> StepAnswer | None: ...
+    def end_pass(self) -> None: ...
+    def wait(self) -> None: ...
+    def leave_to_torch(self) -> None: ...
+    def on_host(self, optimizer: FusedOptimizer) -> contextlib.AbstractContextManager[None]: ...
 
 
 class HostStepper(Stepper):
     """Makes the steps of an offloaded optimizer, wherever its parameters lie on the host."""
 
-    def __init__(self, offload: Offload) -> None:
+    def __init__(self, offload: Offloading) -> None:
         super().__init__()
         self.devices = HOST_ONLY
         self._offload = offload

@@ -94,9 +94,9 @@ def shard(
             Those that hold over a third of the model, as stages or stacks do, are taken apart. The
             result has their names as `blocks`.
         offload: "optimizer" keeps states and masters in host memory, and updates the parameters
-            there: each rank those that it owns; stages 1 and 2, and one process at any stage. See
-            :func:`faststep.offload`. "params" keeps a rank's parts of parameters and gradients
-            there too, by torch's CPUOffloadPolicy, at stage 3. See docs/offload.md. Default: None.
+            there: each rank those that it owns. See :func:`faststep.offload`. "params" keeps a
+            rank's parts of parameters and gradients there too, by torch's CPUOffloadPolicy, at
+            stage 3. See docs/offload.md. Default: None.
         timeout: seconds within which all ranks must come to `shard`, `state_dict` and
             `load_state_dict`. After it those that have come raise an error that names the others,
             before anything is sent, and can go on. Messages of backward and `step` have the timeout
@@ -112,7 +112,7 @@ def shard(
             with NCCL.
         ValueError: an argument out of range, a parameter that is not the model's, or one in fp16
             with `master_weights="remainder16"`.
-        NotImplementedError: `offload="optimizer"` at stage 3, or "params" in one process.
+        NotImplementedError: `offload="params"` in one process.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
             gradient or hooks.

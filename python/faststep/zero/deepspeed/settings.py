@@ -104,12 +104,10 @@ def _offload(config: Reader, stage: int, ranks: int | None) -> str | None:
 
     Without ZeRO DeepSpeed does not offload either. Its older names for the device are flags.
     """
-    several = stage == 3 and ranks != 1
-    if several and not _is_on_host(config, "offload_param", "cpu_offload_params"):
-        return None  # fully_shard cannot offload states alone
-    if stage and _is_on_host(config, "offload_optimizer", "cpu_offload"):
-        return "params" if several else "optimizer"
-    return "params" if several else None
+    states = stage > 0 and _is_on_host(config, "offload_optimizer", "cpu_offload")
+    if stage == 3 and ranks != 1 and _is_on_host(config, "offload_param", "cpu_offload_params"):
+        return "params"
+    return "optimizer" if states else None
 
 
 def _is_on_host(config: Reader, name: str, flag: str) -> bool:
