@@ -186,6 +186,29 @@ def test_any_collate_function() -> None:
     assert "torch transported" in loader.explain()
 
 
+def parts_of_a_tensor(samples: object) -> list[torch.Tensor]:
+    whole = torch.arange(1000)
+    return [whole, whole[3], whole[::500], whole[10:20]]
+
+
+def parts_of_an_array(samples: object) -> list[torch.Tensor]:
+    whole = numpy.arange(1000)
+    return [torch.from_numpy(part) for part in (whole[:10], whole, whole[:5], whole)]
+
+
+@pytest.mark.parametrize("collate", [parts_of_a_tensor, parts_of_an_array])
+def test_parts_of_one_memory_are_parts_where_they_are_in_torch(collate: Any) -> None:
+    results = []
+    for library in (torch.utils.data, faststep.data):
+        (batch,) = library.DataLoader(range(2), 2, num_workers=1, collate_fn=collate)
+        seen = [plain(batch)]
+        for tensor in batch:
+            tensor.fill_(-1)
+            seen.append([int((other == -1).sum()) for other in batch])
+        results.append(seen)
+    assert results[0] == results[1]
+
+
 def test_a_subclass_among_plain_tensors() -> None:
     for size in (3, 50_000):
         tagged = torch.ones(size).as_subclass(Tagged)

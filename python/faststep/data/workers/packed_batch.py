@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ... import _C
+from ..._torch.tensors import storage_record_of
 from ..deliver.batch_buffers import tensor_over, why_not_plain
 from ..types import Array
 from .arena import arena_of
@@ -90,7 +91,7 @@ class _Contents:
         self.blocks: list[tuple[int, int]] = []
         self.leaving: list[tuple[int, int]] = []  # places of stacked blocks in it; addresses
         self.otherwise: Counter[str] = Counter()
-        self._whole: dict[int, _Reference] = {}  # by address of the storage
+        self._whole: dict[int, _Reference] = {}  # by storage; others may begin at its address
 
     def put_tensor(self, tensor: torch.Tensor) -> object:
         """Puts a tensor into a block; returns how to remake it. NotImplemented: left to torch."""
@@ -98,11 +99,12 @@ class _Contents:
         item, offset = tensor.element_size(), tensor.storage_offset()
         size, stride = tuple(tensor.shape), tensor.stride()
         span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if storage.nbytes() <= WASTE * span * item:
-            reference = self._whole.get(storage.data_ptr())
-            if reference is None:
-                reference = self._put(storage.data_ptr(), storage.nbytes())
-                self._whole[storage.data_ptr()] = reference
+        whole = storage_record_of(tensor)
+        if whole in self._whole:
+            reference = self._whole[whole]
+        elif storage.nbytes() <= WASTE * span * item:
+            reference = self._put(storage.data_ptr(), storage.nbytes())
+            self._whole[whole] = reference
         elif span <= WASTE * tensor.numel():
             reference = self._put(tensor.data_ptr(), span * item)
             offset = 0
