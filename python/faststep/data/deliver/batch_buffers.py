@@ -138,7 +138,7 @@ class BufferRows:
         channels_last: rows of three dimensions lie in memory as (height, width, channels).
     """
 
-    def __init__(self, buffers: BatchBuffers, count: int, channels_last: bool) -> None:
+    def __init__(self, buffers: BatchBuffers, count: int, channels_last: bool = False) -> None:
         self._buffers = buffers
         self._count = count
         self._channels_last = channels_last

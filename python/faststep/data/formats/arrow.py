@@ -32,7 +32,7 @@ def open_arrow(
     with dataset:  # closed again: a process that forks has nothing open
         if not dataset.has_rows_of_one_size():
             return dataset
-        parts = [_mapped(dataset, group) for group in range(len(dataset.ends))]
+        parts = [_mapped(dataset, group) for group in range(len(dataset._ends))]
     arrays = [part for part in parts if part is not None]
     if not arrays or len(arrays) < len(parts):
         return dataset

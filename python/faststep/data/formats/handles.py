@@ -119,15 +119,18 @@ class IndexedDataset(FileDataset):
         path: the file.
         transform: called on each sample.
 
-    Subclasses define `__len__` and `_read`.
+    Subclasses define `_read`, and `__len__` or `_ends`: the number of samples up to the end of each
+    part of the file.
     """
+
+    _ends: list[int]
 
     def __init__(self, path: PathLike, transform: Transform | None) -> None:
         super().__init__(path)
         self.transform = transform
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return self._ends[-1] if self._ends else 0
 
     def _read(self, places: Sequence[int]) -> list[object]:
         """The samples at these places, counted from 0, before their transform."""
@@ -171,9 +174,6 @@ class RangeDataset(IndexedDataset):
         self._marks = [file_mark(path) for path in self.paths]
         self._ends: list[int] = []
         super().__init__(", ".join(self.paths[:3]), transform)
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
 
     def _open_handle(self) -> object:
         return OrderedDict()

@@ -68,7 +68,7 @@ class LMDBDataset(IndexedDataset):
             with self:
                 chosen = self._all_keys()
         # in two blocks: workers would copy the pages of a million objects as they count references
-        self._ends = torch.tensor([len(key) for key in chosen], dtype=torch.int64).cumsum(0)
+        self._key_ends = torch.tensor([len(key) for key in chosen], dtype=torch.int64).cumsum(0)
         self._keys = b"".join(chosen)
 
     def _open_handle(self) -> object:
@@ -112,10 +112,10 @@ class LMDBDataset(IndexedDataset):
     def key(self, index: int) -> bytes:
         """The key of a record."""
         at = position(index, len(self), self.path)
-        return self._keys[int(self._ends[at - 1]) if at else 0 : int(self._ends[at])]
+        return self._keys[int(self._key_ends[at - 1]) if at else 0 : int(self._key_ends[at])]
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._key_ends)
 
     def _read(self, places: Sequence[int]) -> list[object]:
         lmdb = library("lmdb", "lmdb")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 
 from ..types import Array, Handle, Transform
 from .common import FormatError, library, naming
-from .handles import IndexedDataset
+from .handles import IndexedDataset, located
 
 CACHED_GROUPS = 2  # per thread; more would be a copy of the file
 
@@ -172,7 +171,7 @@ class GroupedDataset(IndexedDataset):
     ) -> None:
         super().__init__(path, transform)
         self.columns = columns
-        self.ends = list(itertools.accumulate(lengths))
+        self._ends = list(itertools.accumulate(lengths))
 
     def _read_group(self, handle: object, group: int) -> Handle:
         """A RecordBatch or Table of the columns."""
@@ -181,18 +180,16 @@ class GroupedDataset(IndexedDataset):
     def _group_name(self, group: int) -> str:
         raise NotImplementedError
 
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
     def _read(self, places: Sequence[int]) -> list[object]:
         groups: dict[int, list[tuple[int, int]]] = {}
         for i, at in enumerate(places):
-            groups.setdefault(bisect.bisect_right(self.ends, at), []).append((i, at))
+            group, row = located(self._ends, at)
+            groups.setdefault(group, []).append((i, row))
         samples: list[object] = [None] * len(places)
         for group, wanted in groups.items():
-            values, before = self._group(group), self.ends[group - 1] if group else 0
-            for i, at in wanted:
-                samples[i] = self._sample(group, values, at - before)
+            values = self._group(group)
+            for i, row in wanted:
+                samples[i] = self._sample(group, values, row)
         return samples
 
     def _sample(self, group: int, values: dict[str, _Values], row: int) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..._torch.tensors import uses_of
-from ..deliver.batch_buffers import BatchBuffers, why_not_plain
+from ..deliver.batch_buffers import BatchBuffers, BufferRows, why_not_plain
 
 LARGE = 1 << 16  # bytes of a tensor that is worth it
 CONTAINERS = (tuple, list, dict)  # of tensors; in others they stay as they are
@@ -34,7 +34,7 @@ class Rows:
     def __init__(self, buffers: BatchBuffers, count: int) -> None:
         self._buffers = buffers
         self._count = count
-        self._rows: dict[object, list[torch.Tensor]] = {}  # by key within a sample
+        self._rows: dict[object, BufferRows] = {}  # by key within a sample
 
     def fetch(self, dataset: Any, indices: list[object]) -> list[object]:
         """The samples, with rows for the tensors that were copied."""
@@ -75,11 +75,9 @@ class Rows:
         if _references(holder, key) != _ALONE[torch.Tensor]:
             return
         if not number:
-            batch = self._buffers.lend((self._count, *form[0]), None, form[1])
-            if batch is not None:
-                self._rows[key] = list(batch.unbind(0))
-        row = self._rows[key][number] if key in self._rows else None
-        if row is not None and form == (row.shape, row.dtype):
+            self._rows[key] = BufferRows(self._buffers, self._count)
+        row = self._rows[key].room(number, *form) if key in self._rows else None
+        if row is not None:
             holder[key] = row.copy_(holder[key])
 
 
