@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,10 @@ from regressions import compared, kind_of_machine, published, regressions_text
 from report import as_json, as_text, machine
 from workloads import MAX_NORM
 
-RESULTS = Path(__file__).parent / "results"
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from programs import SCRIPT, Programs
 
+RESULTS = Path(__file__).parent / "results"
 
 RING = pytest.StashKey[Ring]()
 TEXT = pytest.StashKey[str]()
@@ -66,6 +71,30 @@ def pytest_configure(config: pytest.Config) -> None:
 def ring(request: pytest.FixtureRequest) -> Ring:
     """The session's only ring."""
     return request.config.stash[RING]
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    started = Programs()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def answer_of(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """What a script of this folder prints. In a smoke run it is a fork: imports take longest."""
+
+    def run(script: str, *words: object) -> Any:
+        given = (str(Path(__file__).with_name(script)), *map(str, words))
+        if SMOKE:
+            done = request.getfixturevalue("programs").run(SCRIPT, *given)
+        else:
+            command = [sys.executable, *given]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
 
 
 def _introduction() -> str:

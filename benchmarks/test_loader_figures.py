@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,9 @@ def test_page_faults(ring: Ring, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="read from /proc")
-def test_strings(ring: Ring) -> None:
+def test_strings(ring: Ring, answer_of: Callable[..., Any]) -> None:
     count = 1000 if SMOKE else 1_000_000
-    sizes = {}
-    for kind in ("list", "frozen"):
-        script = Path(__file__).with_name("string_memory.py")
-        command = [sys.executable, str(script), kind, str(count), "5"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        sizes[kind] = json.loads(done.stdout)
+    sizes = {kind: answer_of("string_memory.py", kind, count, 5) for kind in ("list", "frozen")}
     what = f"{count} strings, 2 workers, 5 epochs"
     growth = 100 * (sizes["frozen"][-1] / sizes["frozen"][0] - 1)
     theirs = sizes["list"][-1] / 1e6

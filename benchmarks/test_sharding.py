@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from bench_rows import DTENSORS, SMOKE
@@ -9,7 +14,8 @@ from contest import Ring
 from delayed import Waited
 from dtensor_steps import STEPS
 from figures import Figure
-from ranks import run_on_ranks
+from programs import SCRIPT, Programs
+from ranks import run_on_ranks as run_on_new_ranks
 from sharded import DDP, DEEPSPEED, FSDP2, OUR_STAGES, REDUNDANCY, STAGE, TRAINERS, Measured
 from timing import Outcome
 from volume import Held
@@ -22,9 +28,27 @@ STEPS_PER_TURN = 1 if SMOKE else 6
 SMOKED = (STAGE.format(2), DDP)
 RIVALS = (DDP, REDUNDANCY, FSDP2, *(DEEPSPEED.format(stage) for stage in (1, 2, 3)))
 Found = dict[str, list[Measured]]
+Run = Callable[..., Any]
 
 
-def trained() -> tuple[Found, dict[str, str]]:
+@pytest.fixture(scope="module")
+def run_on_ranks(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Run:
+    """What rank 0 of a script answers. In a smoke run ranks are forks: imports take longest."""
+    if not SMOKE:
+        return lambda script, *words: run_on_new_ranks(script, RANKS, *words)
+    programs: Programs = request.getfixturevalue("programs")
+
+    def run(script: str, *words: object) -> Any:
+        store = str(tmp_path_factory.mktemp("store") / "store")
+        path = str(Path(__file__).with_name(script))
+        done = programs.ranks(RANKS, SCRIPT, path, *map(str, words), STORE=store)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def trained(run_on_ranks: Run) -> tuple[Found, dict[str, str]]:
     """What each contender measured in each turn, and why some could not."""
     found: Found = {}
     absent: dict[str, str] = {}
@@ -32,7 +56,7 @@ def trained() -> tuple[Found, dict[str, str]]:
         for who in SMOKED if SMOKE else TRAINERS:
             if who in absent:
                 continue
-            answer = run_on_ranks("sharded.py", RANKS, who, MODEL, STEPS_PER_TURN)
+            answer = run_on_ranks("sharded.py", who, MODEL, STEPS_PER_TURN)
             if isinstance(answer, str):
                 absent[who] = answer
             else:
@@ -40,8 +64,8 @@ def trained() -> tuple[Found, dict[str, str]]:
     return found, absent
 
 
-def test_training(ring: Ring) -> None:
-    found, absent = trained()
+def test_training(ring: Ring, run_on_ranks: Run) -> None:
+    found, absent = trained(run_on_ranks)
     elements = next(iter(found.values()))[0].parameters // 4
     for family, field in (("sharded", "seconds"), ("sharded update", "update")):
         times = {
@@ -67,9 +91,9 @@ def test_training(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_volume_and_memory(ring: Ring, stage: int) -> None:
+def test_volume_and_memory(ring: Ring, run_on_ranks: Run, stage: int) -> None:
     """Beside the table of docs/sharding.md, for states of AdamW."""
-    found = Held(**run_on_ranks("volume.py", RANKS, stage, MODEL))
+    found = Held(**run_on_ranks("volume.py", stage, MODEL))
     needed = 2 * found.parameters * (RANKS - 1)
     for passes, sent in found.sent.items():
         what = f"bytes that a rank sends in a step, stage {stage}, micro-batches: {passes}"
@@ -81,8 +105,8 @@ def test_volume_and_memory(ring: Ring, stage: int) -> None:
     ring.figures.append(Figure(what, "% of the formula", share, 105.0))
 
 
-def test_a_slow_network(ring: Ring) -> None:
-    found = Waited(**run_on_ranks("delayed.py", RANKS, 1 if SMOKE else 20))
+def test_a_slow_network(ring: Ring, run_on_ranks: Run) -> None:
+    found = Waited(**run_on_ranks("delayed.py", 1 if SMOKE else 20))
     assert min(found) > 0.0
     for what, share, goal in (
         (
@@ -102,11 +126,11 @@ def test_a_slow_network(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("label", list(DTENSORS)[: 1 if SMOKE else None])
-def test_steps_on_dtensors(ring: Ring, label: str) -> None:
+def test_steps_on_dtensors(ring: Ring, run_on_ranks: Run, label: str) -> None:
     tensors, elements = DTENSORS[label]
     rounds = 2 if SMOKE else 20
     times: dict[str, list[float]] = {who: [] for who in STEPS}
     for _ in range(TURNS):
         for who, seconds in times.items():
-            seconds += run_on_ranks("dtensor_steps.py", RANKS, who, tensors, elements, rounds)
+            seconds += run_on_ranks("dtensor_steps.py", who, tensors, elements, rounds)
     ring.note(Outcome(Work("dtensors", label, ((elements,),) * tensors), times, order=tuple(times)))

@@ -62,6 +62,13 @@ os.chdir(sys.argv.pop(1))
 from faststep.cli import main
 raise SystemExit(main())
 """
+# As `python script.py words`.
+SCRIPT = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Programs:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +19,7 @@ import cuda_timing
 import cuda_works
 from contenders import OURS
 from plots import draw
+from programs import Programs
 from workloads import INIT_SCALE, Arena, Work, count_elements
 
 
@@ -155,15 +153,11 @@ def test_goals_and_plot_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
-def test_one_work_from_end_to_end(rehearsal: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rs", "benchmarks/gpu", "-k", "cuda_adamw and 300"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "FASTSTEP_FAKE_GPU": str(int(rehearsal)), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_one_work_from_end_to_end(programs: Programs, rehearsal: bool) -> None:
+    code = f"import os, pytest; os.chdir({str(Path(__file__).parents[2])!r})\n"
+    code += "raise SystemExit(pytest.main(['-rs', 'benchmarks/gpu', '-k', 'cuda_adamw and 300']))"
+    fake = str(int(rehearsal))
+    done = programs.run(code, FASTSTEP_FAKE_GPU=fake, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout[-3000:]
     if rehearsal:
         assert "300 x 1024, fp32" in done.stdout

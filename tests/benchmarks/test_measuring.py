@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +19,7 @@ import faststep
 from bench_rows import Plan, turns_of
 from contenders import CONTENDERS, OURS, Contender, Round, UnavailableError
 from contest import Ring
+from programs import SCRIPT, Programs
 from report import as_text
 from timing import Contest, CopyMeter, Outcome
 from workloads import FAMILIES, INIT_SCALE, SHAPES, Arena, Work, count_elements
@@ -176,9 +175,9 @@ def test_half_the_bytes_in_half_the_precision() -> None:
     assert Arena(work).parameters[0].grad.dtype == torch.bfloat16
 
 
-def test_host_benchmark_measures_both() -> None:
+def test_host_benchmark_measures_both(programs: Programs) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "host.py"
-    done = subprocess.run([sys.executable, script, "5", "2", "3"], capture_output=True, text=True)
+    done = programs.run(SCRIPT, str(script), "5", "2", "3")
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout)
     assert {name: len(seconds) for name, seconds in times.items()} == {OURS: 6, "torch fused": 6}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from programs import Programs
+from programs import SCRIPT, Programs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -56,11 +56,6 @@ def test_accumulation_gives_the_curve_of_the_large_batch(
         assert max(abs(a - b) for a, b in zip(curve, exact, strict=True)) > 1e-3, name
 
 
-TRAIN_DDP = f"""
-import runpy, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-runpy.run_path({str(EXAMPLES / "train_ddp.py")!r}, run_name="__main__")
-"""
 KILLED = """
 import os, signal
 saves = []
@@ -81,7 +76,8 @@ def test_sharded_training_goes_on_with_fewer_ranks(tmp_path: Path, programs: Pro
     """
     runs = []
     for ranks, before, file in ((2, "", "straight"), (2, KILLED, "kept"), (1, "", "kept")):
-        done = programs.ranks(ranks, before + TRAIN_DDP, *DDP, str(tmp_path / f"{file}.pt"))
+        words = (str(EXAMPLES / "train_ddp.py"), *DDP, str(tmp_path / f"{file}.pt"))
+        done = programs.ranks(ranks, before + SCRIPT, *words)
         assert (done.returncode != 0) is bool(before), done.stderr
         assert (tmp_path / "kept.unfinished").exists() is bool(before)
         runs.append(PRINTED.findall(done.stdout))
