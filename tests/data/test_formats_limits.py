@@ -7,8 +7,6 @@ import io
 import json
 import os
 import struct
-import subprocess
-import sys
 import tarfile
 import zlib
 from pathlib import Path
@@ -24,18 +22,19 @@ from faststep.data import formats
 from faststep.data.formats import images
 from faststep.data.formats.common import FormatError, walked
 from faststep.data.formats.jpeg import DECODERS, decoder_name
-
-MANY, FEW = 5000, 256
-ROOT = Path(__file__).parents[2]
+from programs import Programs
 
 # Makes shards, and reads all of them in order and shuffled, with descriptors for a part of them.
-SHARDS = """
+SHARDS = f"""
 import pathlib, resource, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+"""
+SHARDS += """
 import numpy as np
 import torch
 import faststep.data as fs
 from tests.data.written import FIELDS, WRITERS
-kind, folder, many, few = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+kind, folder, many, few = sys.argv[1], sys.argv[2], 600, 256
 names = [f"{folder}/{i:05}" for i in range(many)]
 for i, name in enumerate(names):
     if kind == "tokens":
@@ -74,12 +73,8 @@ print("read")
         "tar",
     ],
 )
-def test_many_shards_under_few_descriptors(kind: str, tmp_path: Path) -> None:
-    many = MANY if kind in ("npy", "tokens", "tfrecord") else 600
-    command = [sys.executable, "-c", SHARDS, kind, str(tmp_path), str(many), str(FEW)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=300, cwd=ROOT
-    )
+def test_many_shards_under_few_descriptors(kind: str, tmp_path: Path, programs: Programs) -> None:
+    done = programs.run(SHARDS, kind, str(tmp_path))
     assert done.stdout == "read\n", done.stderr
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from faststep.data import DataLoader, convert
 from faststep.data.order.orders import Order, SequentialOrder
 from faststep.data.order.random_order import RandomOrder
+from programs import Programs
 
 from .test_lifetime import BATCH, ROWS, _no_thread_stays, dataset, wide  # noqa: F401
 from .torch_and_ours import child
@@ -67,13 +68,10 @@ def test_workers_of_another_loader_are_forked_meanwhile() -> None:
     assert len(list(iterator)) == ROWS // BATCH - 5
 
 
-def start(text: str) -> subprocess.Popen[str]:
+def after_ctrl_c(text: str) -> tuple[int, str, str]:
+    """Of a program that says when it is ready: its exit code, and what it writes."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", text], start_new_session=True, **pipes)
-
-
-def after_ctrl_c(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Of a program that is ready: its exit code, and what it writes."""
+    process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True, **pipes)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
@@ -106,10 +104,9 @@ next(iterator)
         "batch = next(iterator)\nimport atexit\natexit.register(lambda: next(iterator, None))",
     ],
 )
-def test_the_interpreter_ends(text: str) -> None:
-    process = start(ARRAYS + text)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out, err) == (0, "", "")
+def test_the_interpreter_ends(programs: Programs, text: str) -> None:
+    done = programs.run(ARRAYS + text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_ctrl_c() -> None:
@@ -130,7 +127,7 @@ except KeyboardInterrupt:
     del iterator
     print("interrupted", flush=True)
 """
-    assert after_ctrl_c(start(ARRAYS + text)) == (0, "interrupted\n", "")
+    assert after_ctrl_c(ARRAYS + text) == (0, "interrupted\n", "")
 
 
 class Alarm(Exception):  # noqa: N818
@@ -267,15 +264,6 @@ batch = next(iterator)
 """
 
 
-def run_program(text: str) -> str:
-    """Its output; it must end without a word of complaint."""
-    process = start(text)
-    out, err = process.communicate(timeout=300)
-    assert err == ""
-    assert process.returncode in (0, 3)
-    return out
-
-
 @pytest.mark.parametrize(
     ("persistent", "text"),
     [
@@ -283,13 +271,14 @@ def run_program(text: str) -> str:
         (True, "class Cycle: pass\nc = Cycle(); c.c = c; c.i = iterator\nsys.exit(3)"),
     ],
 )
-def test_the_program_ends(persistent: bool, text: str) -> None:
-    out = run_program(
-        WORKERS % persistent + "print(*[w.pid for w in iterator._workers], flush=True)\n" + text
-    )
+def test_the_program_ends(programs: Programs, persistent: bool, text: str) -> None:
+    said = "print(*[w.pid for w in iterator._workers], flush=True)\n"
+    done = programs.run(WORKERS % persistent + said + text)
+    assert done.returncode == (3 if text else 0)
+    assert done.stderr == ""
     end = time.monotonic() + 60
     while (
-        left := [p for p in out.split() if Path(f"/proc/{p}").exists()]
+        left := [p for p in done.stdout.split() if Path(f"/proc/{p}").exists()]
     ) and time.monotonic() < end:
         time.sleep(0.01)
     assert not left
@@ -307,4 +296,4 @@ del iterator
 assert batch.shape == (2, 50_000)
 print(ours._faststep.workers._latest.memory.counts()["taken"], flush=True)
 """
-    assert after_ctrl_c(start(WORKERS % False + text)) == (0, "0\n", "")
+    assert after_ctrl_c(WORKERS % False + text) == (0, "0\n", "")

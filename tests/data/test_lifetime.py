@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from faststep.data import ArrayDataset, DataLoader
+from programs import Programs
 
 from .torch_and_ours import plain, side_by_side
 
@@ -261,16 +261,10 @@ time.sleep(60)
 """
 
 
-def test_python_tells_of_a_fault_in_a_thread(tmp_path: Path) -> None:
+def test_python_tells_of_a_fault_in_a_thread(programs: Programs, tmp_path: Path) -> None:
     """The file that it reads was cut off."""
     (tmp_path / "rows").write_bytes(bytes(4 << 20))
-    ran = subprocess.run(
-        [sys.executable, "-c", CUT, str(tmp_path / "rows")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    ran = programs.run(CUT, str(tmp_path / "rows"))
     assert "Fatal Python error: Bus error" in ran.stderr
     # AddressSanitizer's own handler, which comes after Python's, exits.
     assert ran.returncode == 1 if "asan" in os.environ.get("LD_PRELOAD", "") else ran.returncode < 0

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -55,21 +54,10 @@ def test_every_place(order: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("order", KNOWN)
-@pytest.mark.parametrize("when", ["before", "between", "after iter"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_at_the_border_of_epochs(order: str, when: str, persistent: bool) -> None:
+def test_before_the_first_batch_of_an_iterator(order: str, persistent: bool) -> None:
     options = {"num_workers": int(persistent), "persistent_workers": persistent}
-    loader = make(order, **options)
-    if when == "between":
-        list(loader)
-    iterator = iter(loader) if when == "after iter" else None
-    state, random_state = saved(loader.state_dict()), torch.get_rng_state()
-    want = plain(list(iterator or loader)), torch.get_rng_state().tolist()
-    torch.set_rng_state(random_state)
-    other = make(order, **options)
-    other.load_state_dict(state)
-    assert plain(other.state_dict()) == plain(state)
-    assert (plain(list(other)), torch.get_rng_state().tolist()) == want
+    goes_on(lambda: make(order, **options), 0, epochs=2)
 
 
 def test_what_was_delivered_counts() -> None:
@@ -80,17 +68,6 @@ def test_what_was_delivered_counts() -> None:
     assert loader.state_dict()["_num_yielded"] == 1
     del iterator
     assert loader.state_dict()["_sampler_iter_yielded"] == 1
-
-
-def test_no_random_number_is_drawn_for_the_loader_itself() -> None:
-    loader = make("random")
-    iterator = iter(loader)
-    next(iterator)
-    other = make("random")
-    other.load_state_dict(loader.state_dict())
-    before = torch.get_rng_state()
-    next(iter(other))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_batch_size() -> None:
@@ -141,25 +118,6 @@ def test_a_state_of_torchdata_is_named(key: str, rest: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}', is of torchdata's StatefulDataLoader"):
         loader.load_state_dict(state)
     assert loader._faststep.resume is None
-
-
-def test_a_state_of_another_loader_is_refused() -> None:
-    random = make("random")
-    next(iter(random))
-    state = random.state_dict()
-    for other, message in (
-        (make("sequential"), "is of a RandomSampler, the loader has a SequentialSampler"),
-        (DataLoader(TensorDataset(torch.ones(40)), shuffle=True), "23, and the loader's is 40"),
-        (DataLoader(arrays(), sampler=RandomSampler(arrays(), num_samples=3)), "num_samples"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(state)
-    keyed = make("keyed")
-    next(iter(keyed))
-    with pytest.raises(ValueError, match="seed 4, and the loader's is 5"):
-        DataLoader(arrays(), sampler=KeyedSampler(arrays(), seed=5)).load_state_dict(
-            keyed.state_dict()
-        )
 
 
 @pytest.mark.parametrize("order", ["distributed", "keyed", "epochs"])

@@ -31,7 +31,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from faststep import _C
-from faststep.data import DataLoader
+from faststep.data import DataLoader, KeyedSampler
 from faststep.data.resume.batch_states import BatchWithStates
 
 from .resumable import (
@@ -52,6 +52,7 @@ from .resumable import (
     Walk,
     Walking,
     WalkingStream,
+    arrays,
     goes_on,
     loader_of,
     plain_random_states,
@@ -400,6 +401,7 @@ def place(kind: str, options: str = "plain") -> Any:
 
 def test_states_of_other_loaders() -> None:
     threads: dict[str, Any] = {"worker_method": "thread"}
+    few = arrays(), {"sampler": RandomSampler(arrays(), num_samples=3)}
     cases: list[tuple[Any, Any, str]] = [
         (place("stream"), rows(), "is of an iterable dataset, the loader has a map-style"),
         (place("random"), (Stream(), {}), "is of a map-style dataset, the loader has an iterable"),
@@ -416,6 +418,13 @@ def test_states_of_other_loaders() -> None:
         (place("torch"), rows(sampler=list(range(ROWS))), "of a Shuffled, the loader has a list"),
         (place("list"), rows(sampler=[1, 2]), "a list of length 15, the loader's has 2"),
         (place("random"), ([1, 2], {"shuffle": True}), "samples of 23, and the loader's is 2"),
+        (place("random"), rows(), "of a RandomSampler, the loader has a SequentialSampler"),
+        (place("arrays, random"), few, "num_samples"),
+        (
+            place("keyed"),
+            rows(sampler=KeyedSampler(Rows(), seed=5)),
+            "seed 4, and the loader's is 5",
+        ),
         (place("replacement, own"), rows(sampler=RandomSampler(Rows(), True)), "known ahead"),
         (
             place("random")

@@ -42,6 +42,7 @@ def run(before: str, *arguments: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_fifty_epochs() -> None:
     code, lines = run("")
     assert [line.split(":")[0] for line in lines[1:]] == [*soak.PATHS]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 import pickle
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from torch import Tensor
 from faststep import _C
 from faststep.data import transforms as T  # noqa: N812
 from faststep.data.transforms.framing import Framing
+from programs import Programs
 
 from . import slow_transforms
 from .image_lists import FLIP, LISTS, NORMALIZE, bits, generator, images, layouts
@@ -146,14 +144,14 @@ def large() -> list[str]:
     return [hashlib.sha256(r.flatten().view(torch.uint8).numpy()).hexdigest() for r in results]
 
 
-def test_one_thread_without_simd_gives_the_same_bits(tmp_path: Path) -> None:
+def test_one_thread_without_simd_gives_the_same_bits(programs: Programs) -> None:
     script = (
-        "import torch; from tests.data import test_transforms as t\n"
-        f"torch.save([t._C._isa, torch.get_num_threads(), t.large()], {str(tmp_path / 'out')!r})"
+        f"import sys, torch; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "torch.set_num_threads(1)\n"
+        "from tests.data import test_transforms as t; print(t._C._isa, *t.large())"
     )
-    env = {**os.environ, "FASTSTEP_CPU": "base", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT)
-    assert torch.load(tmp_path / "out") == ["base", 1, large()]
+    done = programs.run(script, FASTSTEP_CPU="base")
+    assert done.stdout.split() == ["base", *large()], done.stderr
 
 
 def test_draws_are_those_of_the_generator_and_nothing_else() -> None:

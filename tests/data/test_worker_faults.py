@@ -19,8 +19,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from faststep import _C
 from faststep.data import DataLoader
 from faststep.data.workers import packed_batch, processes
+from programs import Programs
 
-from .test_interrupts import run_program, within_a_second
+from .test_interrupts import within_a_second
 from .test_workers import Custom, Wide, arena_of, counts
 from .torch_and_ours import child, plain
 
@@ -227,8 +228,9 @@ torch.empty(1 << 30, dtype=torch.uint8)
 """
 
 
-def test_a_limit_of_addresses_leaves_them_to_the_script() -> None:
-    assert run_program(LIMITED) == ""
+def test_a_limit_of_addresses_leaves_them_to_the_script(programs: Programs) -> None:
+    done = programs.run(LIMITED)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_without_an_arena_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:

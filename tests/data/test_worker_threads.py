@@ -23,8 +23,9 @@ from torch.utils.data._utils import worker as of_worker
 from faststep._torch.data_loader import dataset_of_worker, new_worker_info, set_worker_dataset
 from faststep.data import DataLoader
 from faststep.data.workers import threads
+from programs import Programs
 
-from .test_interrupts import WORKERS, run_program, within_a_second
+from .test_interrupts import WORKERS, within_a_second
 from .test_worker_faults import Failing, fail
 from .test_workers import Mixed, Wide, list_of
 from .torch_and_ours import child, plain
@@ -257,10 +258,11 @@ def test_a_forked_child() -> None:
     assert len(list(iterator)) == 19
 
 
-def test_the_program_ends() -> None:
+def test_the_program_ends(programs: Programs) -> None:
     text = WORKERS % True
     text = text.replace("persistent_workers=", "worker_method='thread', persistent_workers=")
-    run_program(text)
+    done = programs.run(text)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_arguments() -> None:
