@@ -60,12 +60,12 @@ TRAINING = """
 if sys.argv[1] == "retain":
     assert memory.retain()
 torch.manual_seed(0)
-layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+layers = [layer for _ in range(4) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
 model = torch.nn.Sequential(*layers)
 optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-3)
 if sys.argv[2] == "release":
     released = faststep.release_gradients(model, optimizer)
-data = torch.randn(512, 1024)
+data = torch.randn(256, 1024)
 for step in range(8):
     if step == 4:
         before = faults()
@@ -301,8 +301,8 @@ for workers in (0, 2):
 
 DDP = """
 import torch.distributed as dist
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
 optimizer = faststep.optim.AdamW(model.parameters())
 for step in range(4):
@@ -320,14 +320,9 @@ dist.destroy_process_group()
 """
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BEGIN + DDP]
-    environment = {**os.environ, "FASTSTEP_RETAIN": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment)
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+def test_two_ranks(programs: Programs) -> None:
+    done = programs.ranks(2, BEGIN + DDP, FASTSTEP_RETAIN="1")
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_kept_goes_back_before_a_group_is_full(run: Run, tmp_path: Path) -> None:
@@ -436,10 +431,7 @@ def test_another_allocator_is_left_alone(tmp_path: Path) -> None:
         "void *malloc(size_t size)\n{\n    return __libc_malloc(size);\n}\n"
     )
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
-    started = Programs(LD_PRELOAD=str(library))
-    done = started.run(BEGIN + LEFT_ALONE)
-    started.close()
-    assert done.returncode == 0, done.stderr
+    train(BEGIN + LEFT_ALONE, LD_PRELOAD=str(library))
 
 
 @pytest.mark.parametrize("limit", [1.5, "1GB", True])
@@ -627,14 +619,14 @@ print("lives")
 
 @pytest.mark.parametrize("freed", ["35 3 20 1 18", "1.9 1 420 2 12"], ids=["all", "every other"])
 @pytest.mark.parametrize("how", ["plain", "retain"])
-def test_the_kernel_takes_what_is_kept_in_a_group_with_a_limit(how: str, freed: str) -> None:
+def test_the_kernel_takes_what_is_kept_in_a_group_with_a_limit(
+    run: Run, how: str, freed: str
+) -> None:
     """Nobody looks at the group when NumPy takes memory."""
     folder = new_group(f"faststep-{os.getpid()}-{how}", 1500 << 20)
     if folder is None:
         pytest.skip("this machine lets us make no control group")
     try:
-        command = [sys.executable, "-c", BEGIN + IN_A_GROUP, how, str(folder), *freed.split()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+        assert run(IN_A_GROUP, how, str(folder), *freed.split()) == "lives\n"
     finally:
         folder.rmdir()
