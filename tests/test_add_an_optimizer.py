@@ -14,22 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SIGNSGD = """
-import torch
-from faststep.optim.signsgd import SignSGD
-
-param = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-param.grad = torch.tensor([-5.0, 0.0, 7.0])
-SignSGD([param], lr=0.5).step()
-assert param.tolist() == [1.5, 2.0, 2.5], param
-meta = torch.nn.Parameter(torch.ones(3, device="meta"))
-meta.grad = torch.ones(3, device="meta")
-SignSGD([meta], lr=0.5).step()
-"""
-FP8 = """
+OWN_TESTS = """
 import io
 import torch
 from faststep.optim import AdamW
+from faststep.optim.signsgd import SignSGD
+
+
+def test_walk_of_an_optimizer():
+    param = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    param.grad = torch.tensor([-5.0, 0.0, 7.0])
+    SignSGD([param], lr=0.5).step()
+    assert param.tolist() == [1.5, 2.0, 2.5], param
+    meta = torch.nn.Parameter(torch.ones(3, device="meta"))
+    meta.grad = torch.ones(3, device="meta")
+    SignSGD([meta], lr=0.5).step()
 
 
 def made():
@@ -42,29 +41,31 @@ def step(param, optimizer):
     optimizer.step()
 
 
-both = made()
-step(*both)
-torch.save([both[0].detach(), both[1].state_dict()], file := io.BytesIO())
-file.seek(0)
-loaded, (values, states) = made(), torch.load(file)
-loaded[0].data = values
-loaded[1].load_state_dict(states)
-for param, optimizer in (both, loaded):
-    step(param, optimizer)
-    assert optimizer.state[param]["exp_avg"].dtype is torch.float8_e5m2
-assert torch.equal(both[0], loaded[0])
-state = loaded[1].state[loaded[0]]
-state["step"] = state["step"].to(torch.float8_e5m2)
-try:
-    step(*loaded)
-except RuntimeError as error:
-    assert "is not a one-element tensor of type" in str(error)
-else:
-    raise AssertionError("it has counted in fp8")
+def test_walk_of_a_format():
+    both = made()
+    step(*both)
+    torch.save([both[0].detach(), both[1].state_dict()], file := io.BytesIO())
+    file.seek(0)
+    loaded, (values, states) = made(), torch.load(file)
+    loaded[0].data = values
+    loaded[1].load_state_dict(states)
+    for param, optimizer in (both, loaded):
+        step(param, optimizer)
+        assert optimizer.state[param]["exp_avg"].dtype is torch.float8_e5m2
+    assert torch.equal(both[0], loaded[0])
+    state = loaded[1].state[loaded[0]]
+    state["step"] = state["step"].to(torch.float8_e5m2)
+    try:
+        step(*loaded)
+    except RuntimeError as error:
+        assert "is not a one-element tensor of type" in str(error)
+    else:
+        raise AssertionError("it has counted in fp8")
 """
 # Of the tests over optimizers; all would take a minute.
-SOME = "SignSGD and (test_step and float32-contiguous or test_amp or inference)"
-FILES = [f"tests/optim/test_{name}.py" for name in ("runner", "amp", "inference")]
+OF_SIGNSGD = "SignSGD and (test_step and float32-contiguous or test_amp or inference)"
+OF_FP8 = "test_state_dtype and fp8"
+FILES = [f"tests/optim/test_{n}.py" for n in ("runner", "amp", "inference", "state_dtype", "walk")]
 
 
 def copy_tree(to: Path) -> None:
@@ -136,13 +137,14 @@ def add_a_state_format(root: Path) -> None:
     replace(tests, r'^NARROW = \{("bf16": BF16)\}', rf"NARROW = {{\1, {row[1]}}}", 1)
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
     """The tree with both, compiled."""
-    root = tmp_path_factory.mktemp("tree")
+    root = tmp_path / "tree"
     copy_tree(root)
     add_an_optimizer(root)
     add_a_state_format(root)
+    (root / "tests" / "optim" / "test_walk.py").write_text(OWN_TESTS)
     # To optimize takes most of the time, and each instruction set as much again.
     replace(root / "csrc" / "compile.flags", "-O3", "-O0", 1)
     replace(root / "setup.py", r"^LEVELS = .*$", 'LEVELS = ["base"]', 1)
@@ -152,11 +154,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(tree: Path, script: str, *tests: str) -> int:
-    """Run a script, and tests, of which it returns how many passed."""
-    subprocess.run([sys.executable, "-c", script], cwd=tree / "python", check=True, timeout=900)
+def test_what_was_added_passes_its_tests(tree: Path) -> None:
+    """The optimizer steps as its reference, and the state format rounds as torch."""
+    some = f"{OF_SIGNSGD} or {OF_FP8} or test_walk"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", "-k", some, *FILES],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": str(tree / "python"), "FASTSTEP_EVERY": "1"},
         capture_output=True,
@@ -165,12 +167,7 @@ def run(tree: Path, script: str, *tests: str) -> int:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return int(re.findall(r"(\d+) passed", done.stdout)[0])
-
-
-def test_the_optimizer_steps_as_its_reference(tree: Path) -> None:
-    assert run(tree, SIGNSGD, "-k", SOME, *FILES) > 20
-
-
-def test_the_state_format_rounds_as_torch(tree: Path) -> None:
-    assert run(tree, FP8, "-k", "fp8", "tests/optim/test_state_dtype.py") == 60
+    passed = re.findall(r"^PASSED .*?(SignSGD|fp8|test_walk_of)", done.stdout, re.MULTILINE)
+    assert passed.count("SignSGD") > 20
+    assert passed.count("fp8") == 60
+    assert passed.count("test_walk_of") == 2

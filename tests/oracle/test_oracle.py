@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from programs import Programs
+
 from . import __main__ as program
 from .watch import differences
 
 TESTS = Path(__file__).parents[1]
 Seen = dict[str, list[list[Any]]]
+# As `python -m`, in the folder of the tests.
+MODULE = """
+import os, runpy, sys
+os.chdir(sys.argv.pop(1))
+sys.path.insert(0, "")
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
+def seen(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Callable[[str], Seen]:
     """What the scripts saw in one of three ways."""
     folder, known = tmp_path_factory.mktemp("oracle"), {}
 
     def of_way(way: str) -> Seen:
         if way not in known:
-            run = ["-m", "faststep", "run"] if way == "run" else []
-            library = "torch" if way == "run" else way
-            file = folder / way
-            done = subprocess.run(
-                [sys.executable, *run, "-m", "oracle", library, str(file)],
-                cwd=TESTS,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-                capture_output=True,
-                text=True,
-                timeout=900,
+            run = ["faststep", "run", "-m"] if way == "run" else []
+            library, file = "torch" if way == "run" else way, folder / way
+            done = programs.run(
+                MODULE, str(TESTS), *run, "oracle", library, str(file), CUDA_VISIBLE_DEVICES=""
             )
             assert done.returncode == 0, done.stderr
             known[way] = json.loads(file.read_text())
