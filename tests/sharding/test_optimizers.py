@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -96,12 +96,6 @@ def check_states_are_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None
 @on_ranks(2, 4)
 def test_fsdp2(rank: int, world: int) -> None:
     check_training(fully_sharded, rank, CLASSES if world == 2 else FIVE)
-
-
-@on_ranks(2)
-def test_mixed_precision(rank: int, world: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    check_training(lambda: fully_sharded(mp_policy=policy), rank, ["adamw"])
 
 
 @on_ranks(2)

@@ -106,11 +106,6 @@ def test_adamw(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_torch_adamw(rank: int, world: int) -> None:
-    check_stage(rank, world, torch.optim.AdamW)
-
-
-@on_ranks(2)
 def test_sgd(rank: int, world: int) -> None:
     check_stage(rank, world, lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9))
 
