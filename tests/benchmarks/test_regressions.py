@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import runpy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import regressions
+from programs import Programs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PUBLISHED = sorted(path for path in (BENCHMARKS / "results").glob("*.json"))
@@ -75,17 +74,27 @@ def test_other_machines_are_not_compared(run: dict[str, Any]) -> None:
     )
 
 
-def test_a_session_with_a_lost_row_fails(tmp_path: Path, run: dict[str, Any]) -> None:
+def test_a_session_with_a_lost_row_fails(
+    tmp_path: Path, programs: Programs, run: dict[str, Any]
+) -> None:
     """The hook of benchmarks/conftest.py sets the exit status that make sees."""
-    hook = runpy.run_path(str(BENCHMARKS / "conftest.py"))["_regressions"]
-    hook.__globals__.update(RESULTS=tmp_path, SMOKE=False)
+    program = f"""
+import json, pathlib, types, sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import conftest
+conftest.RESULTS = pathlib.Path({str(tmp_path)!r})
+session = types.SimpleNamespace(exitstatus=0)
+text = conftest._regressions(session, json.loads(sys.argv[1]))
+print(text)
+sys.exit(int(session.exitstatus))
+"""
     (tmp_path / "2026-01-01-run.json").write_text(json.dumps(run))
     codes = []
     for results in (run, slower(run, "chain", 4.0)):
         small = {**results, "works": [w for w in results["works"] if w["family"] == "chain"][:3]}
         for work in small["works"]:
             work["seconds"] = {name: times[:20] for name, times in work["seconds"].items()}
-        session = SimpleNamespace(exitstatus=0)
-        assert "rows lost more than noise explains" in hook(session, small)
-        codes.append(int(session.exitstatus))
+        done = programs.run(program, json.dumps(small), FASTSTEP_BENCH_SMOKE="")
+        codes.append(done.returncode)
+        assert "rows lost more than noise explains" in done.stdout, done.stderr
     assert codes == [0, 1]
