@@ -18,18 +18,17 @@ for module in ("h5py", "PIL.Image", "simplejpeg"):
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 ROOT = Path(__file__).parents[2]
-# A batch of 128 kB that is lost in each of 36 epochs is 4600 kB.
 SCRIPT = """
 import sys
 from tests.data import soak
 {}
-sys.exit(soak.main(['--epochs', '51', '--row', '16384', *sys.argv[1:]]))
+sys.exit(soak.main(sys.argv[1:]))
 """
 LEAK = """
 kept = []
 class Keeping(soak.DataLoader):
     def __iter__(self):
-        kept.append((open("/dev/null"), bytearray(b"x" * soak.BATCH * 16384)))
+        kept.append((open("/dev/null"), bytearray(b"x" * soak.BATCH * soak.ROW)))
         return super().__iter__()
 soak.DataLoader = Keeping
 """
@@ -51,6 +50,6 @@ def test_fifty_epochs() -> None:
 
 def test_what_would_be_found() -> None:
     """A leak of each kind, of the least size that matters."""
-    code, lines = run(LEAK, "--path", "arrays")
+    code, lines = run(LEAK, "arrays")
     assert code == 1
     assert all(f"{what}: " in lines[-1] for what in ("descriptors", "objects", "kilobytes"))
