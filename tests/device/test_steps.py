@@ -56,7 +56,7 @@ def test_parameters_that_move() -> None:
 def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) -> None:
     for count in (1, 5000):
         pair = Twins([torch.ones(2)] * count)
-        optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0)
+        on_host, optimizer = pair.optimizers(faststep.optim.AdamW, max_grad_norm=1.0)
         pair.set_grads([torch.ones(2)] * count)
         optimizer.step()
         before, uploads = machine.calls("cuLaunchKernel"), _C.device_counts()[1]
@@ -68,6 +68,9 @@ def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) 
         optimizer.step()
         more = int(count > 1)  # short tables go with the launches
         assert _C.device_counts()[1] == uploads + more, "the gradients had moved"
+        for _ in range(3):
+            on_host.step()
+        pair.assert_same(on_host, optimizer)
 
 
 def test_kernels_are_found_once_per_device(machine: fake.Machine) -> None:

@@ -157,3 +157,16 @@ def test_unscaling_without_a_flag(dtype: torch.dtype) -> None:
         there = place(tensor, CUDA)
         _C.device_unscale([there], place(torch.tensor(factor), CUDA), None, True)
         assert same_bits(there.cpu(), tensor * factor)
+
+
+def test_a_list_that_names_a_tensor_twice() -> None:
+    """It is unscaled twice, and an infinity that only the first of the passes meets is kept."""
+    for bad in (0.0, math.inf):
+        grads = [values((20_000,), 1), values((300,), 2)]
+        grads[0][7] = bad
+        once, twice = (place(grad, CUDA) for grad in grads)
+        found = place(torch.zeros(()), CUDA)
+        _C.device_unscale([once, twice, twice], place(torch.tensor(0.5), CUDA), found, True)
+        assert bool(found.cpu()) is (bad != 0.0)
+        assert same_bits(once.cpu(), grads[0] * 0.5)
+        assert same_bits(twice.cpu(), grads[1] * 0.25)

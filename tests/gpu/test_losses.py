@@ -1,4 +1,5 @@
-"""The cross-entropy: the bits of the CPU backend, and torch's results without waiting."""
+"""The cross-entropy: the bits of the CPU backend in two launches, and torch's results; without
+waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .common import CUDA, REHEARSAL, no_synchronization, same_bits, values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (300, 1025), (9, 50257)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 33), (1, 1), (5, 33), (300, 1025), (9, 50257)], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_bits_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int], smoothing: float) -> None:
     logits, target = values(shape, 1, dtype, 4.0), torch.arange(shape[0]) % shape[1]
@@ -23,8 +24,12 @@ def test_the_bits_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int], smoothi
     host = [logits, target, weight, *rows, *results]
     there = [one.to(CUDA) for one in host]
     assert _C.cross_entropy(*host, -100, smoothing, True)
+    before = _C.device_counts()
     with no_synchronization():
         assert _C.cross_entropy(*there, -100, smoothing, True)
+    launches, *uploads = _C.device_counts()
+    assert launches - before[0] == (2 if shape[0] else 1)
+    assert uploads == [*before[1:]]
     for one, other in zip(host, there, strict=True):
         assert same_bits(other.cpu(), one)
 
