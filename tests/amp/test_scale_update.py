@@ -122,23 +122,6 @@ def test_the_scale_is_updated_in_place_and_autograd_sees_it(way: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
-@pytest.mark.parametrize("interval", [1, 2, 5])
-def test_growth_and_backoff_of_a_scaler(cls: type[Any], interval: int) -> None:
-    scaler = make_scaler(
-        cls, 16.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=interval
-    )
-    steps = [False] * interval + [True, False, True] + [False] * (2 * interval)
-    scales = [iterate(scaler, overflow) for overflow in steps]
-    before_overflows = 48.0
-    assert scales[interval - 1] == before_overflows
-    assert scales[interval] == before_overflows / 4
-    middle = before_overflows / 4 * (3.0 if interval == 1 else 1.0)
-    assert scales[interval + 1 : interval + 3] == [middle, middle / 4]
-    assert scales[-1] == middle / 4 * 9
-    assert scaler._get_growth_tracker() == 0
-
-
 def test_bounds_hold_from_both_sides() -> None:
     scaler = make_scaler(init_scale=4.0, growth_interval=1, min_scale=1.5, max_scale=10.0)
     assert [iterate(scaler, True) for _ in range(3)] == [2.0, 1.5, 1.5]

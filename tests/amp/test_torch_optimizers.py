@@ -92,14 +92,6 @@ def test_max_norm_is_unscale_clip_step(make: Make, unscale_first: bool, max_norm
 
 
 @OF_EACH_KIND
-def test_max_norm_with_a_disabled_scaler_clips(make: Make) -> None:
-    param = make_param(1.0, 1.0, grad=[3.0, 4.0])
-    GradScaler("cpu", enabled=False).step(make([param]), max_norm=1.0)
-    torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.8]))
-    assert (param != 1.0).all()
-
-
-@OF_EACH_KIND
 @pytest.mark.parametrize("enabled", [True, False])
 def test_max_norm_with_a_closure_is_an_error(make: Make, enabled: bool) -> None:
     param = make_param(1.0, grad=[1.0])

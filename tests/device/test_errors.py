@@ -30,20 +30,6 @@ optimizer = faststep.optim.AdamW([p])
 """
 
 
-def run_python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
-    script = textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=fake.ROOT / "tests",
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def forked(programs: Programs, code: str) -> str:
     """What a process prints that has imported torch, but nothing of faststep."""
     there = f"import os\nos.chdir({str(fake.ROOT / 'tests')!r})\n"
@@ -210,10 +196,11 @@ def test_memory_that_torch_holds_is_given_back(
     assert not torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))
 
 
-def test_lists_have_torch_give_its_memory_back() -> None:
+def test_lists_have_torch_give_its_memory_back(programs: Programs) -> None:
     """As a step does. Programs that look for a batch size look for torch's error and its words. The
     lists are longer and longer, because the module keeps the memory of its tables."""
-    out = run_python(
+    out = forked(
+        programs,
         SETUP
         + """
 from faststep import _C
@@ -246,7 +233,7 @@ for i, what in enumerate(("clip", "clamp", "unscale", "accumulate", "squares")):
         except torch.OutOfMemoryError as raised:
             error = str(raised)
         print(what, len(emptied), "CUDA out of memory. cuMemAlloc_v2 on" in error, len(error) > 0)
-"""
+""",
     )
     whats = ("clip", "clamp", "unscale", "accumulate", "squares")
     each = [f"{what} 1 {failed} {failed}" for what in whats for failed in (True, False)]
@@ -336,11 +323,7 @@ print(loaded.fake_cuda_calls(None))
     assert out.strip() == "0"
 
 
-def test_libcuda_is_opened_by_the_first_use_only() -> None:
-    """A driver lies where it would be found: import and CPU use leave it there."""
-    fake.build(fake.DRIVER)
-    out = run_python(
-        """
+OPENS = """
 import torch, faststep
 from faststep import _C
 
@@ -361,10 +344,19 @@ try:
     _C.device_info(0)
 except RuntimeError:
     print(opened())
-""",
-        LD_LIBRARY_PATH=str((fake.ROOT / fake.DRIVER).parent),
+"""
+
+
+def test_libcuda_is_opened_by_the_first_use_only() -> None:
+    """A driver lies where it would be found: import and CPU use leave it there."""
+    fake.build(fake.DRIVER)
+    done = subprocess.run(
+        [sys.executable, "-c", OPENS],
+        env={**os.environ, "LD_LIBRARY_PATH": str((fake.ROOT / fake.DRIVER).parent)},
+        capture_output=True,
+        text=True,
     )
-    assert out.splitlines() == ["False", "True"]
+    assert done.stdout.splitlines() == ["False", "True"], done.stderr
 
 
 def has_driver(programs: Programs) -> bool:

@@ -97,18 +97,6 @@ def test_skipped_first_step(declaration: Declaration, scaler_class: Any) -> None
     assert_same_bits(params, expected, "training after a skipped first step")
 
 
-@over_scalers
-@over_all
-def test_gradients_are_written_back_unscaled(declaration: Declaration, scaler_class: Any) -> None:
-    """As torch's fused optimizers leave them; and the update is that of unscaled gradients."""
-    optimizer, params = make(declaration)
-    plain, expected = make(declaration)
-    train(optimizer, params, steps=2, scaler=started(scaler_class))
-    train(plain, expected, steps=2)
-    assert_same_bits([p.grad for p in params], [p.grad for p in expected], "gradients")
-    assert_same_bits(params, expected, "parameters")
-
-
 @over_torchs
 def test_gradients_of_a_scale_that_is_no_power_of_two(declaration: Declaration) -> None:
     """Against torch's fused class with the same scaler: gradients, parameters, states."""
@@ -146,22 +134,6 @@ def test_clipping_leaves_gradients_alone(declaration: Declaration, scaler_class:
     assert_same_bits([p.grad for p in left_params], [p.grad for p in manual_params], "gradients")
     assert_same_bits(kept_params, left_params, "keep_grads must not change the update")
     assert_same_bits(kept_params, manual_params, "unscale, clip and step by hand")
-
-
-@over_all
-def test_after_an_explicit_unscale(declaration: Declaration) -> None:
-    """torch then passes grad_scale=None: nothing is divided a second time."""
-    for scaler_class in SCALERS:
-        optimizer, params = make(declaration)
-        plain, expected = make(declaration)
-        scaler = started(scaler_class)
-        set_gradients(params, 0, scale=8.0)
-        set_gradients(expected, 0)
-        scaler.unscale_(optimizer)
-        assert_same_bits([p.grad for p in params], [p.grad for p in expected], "unscale_")
-        scaler.step(optimizer)
-        plain.step()
-        assert_same_bits(params, expected, f"after {scaler_class}")
 
 
 @pytest.mark.parametrize("found", [1.0, 2.0, 0.5, float("inf"), float("nan")])
