@@ -237,15 +237,14 @@ def get_total_norm(
     if not tensors:
         return torch.tensor(0.0)
     divide_these(tensors)
-    try:
+    with contextlib.suppress(TypeError):
         if _for_device(tensors[0]):
             return _norm_on_device(tensors, norm_type, error_if_nonfinite)
         return _norm(tensors, float(norm_type), error_if_nonfinite)
-    except TypeError:
-        if any_dtensor(tensors):
-            with contextlib.suppress(TypeError):
-                return norm_of_shards(tensors, float(norm_type), error_if_nonfinite)
-        return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    if any_dtensor(tensors):
+        with contextlib.suppress(TypeError):
+            return norm_of_shards(tensors, float(norm_type), error_if_nonfinite)
+    return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
 
 def clip_grads_with_norm_(
@@ -279,15 +278,13 @@ def clip_grads_with_norm_(
             return scale_shards(grads, float(max_norm), total_norm)
     if not (on_device or _is_wide(total_norm)) or total_norm.dim() != 0:
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-    try:
+    with contextlib.suppress(TypeError):
         if on_device and grads:
             _C.device_clip(grads, float(max_norm), total_norm)
-        written = on_device or _scale(grads, float(max_norm), total_norm.item())
-    except TypeError:
-        return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-    if written:
-        increment_version(grads)
-    return None
+        if on_device or _scale(grads, float(max_norm), total_norm.item()):
+            increment_version(grads)
+        return None
+    return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
 
 def clip_grad_value_(
@@ -313,12 +310,11 @@ def clip_grad_value_(
     grads = _C.collect_grads(parameters)
     if not grads or not limit >= 0.0:
         return _torch_clip_grad_value_(parameters, limit, foreach)
-    try:
+    with contextlib.suppress(TypeError):
         (_C.device_clamp if _for_device(grads[0]) else _C.clamp)(grads, limit)
-    except TypeError:
-        if any_dtensor(grads):
-            with contextlib.suppress(TypeError):
-                return clamp_shards(parameters, limit)
-        return _torch_clip_grad_value_(parameters, limit, foreach)
-    increment_version(grads)
-    return None
+        increment_version(grads)
+        return None
+    if any_dtensor(grads):
+        with contextlib.suppress(TypeError):
+            return clamp_shards(parameters, limit)
+    return _torch_clip_grad_value_(parameters, limit, foreach)

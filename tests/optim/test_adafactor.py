@@ -395,6 +395,13 @@ def _watched(run: Made) -> None:
     assert mode.calls > 10 * len(run[0])
 
 
+def _under_autocast(run: Made) -> None:
+    for param in run[0]:  # whose product of row and column is rounded to 16 bits then
+        param.grad = torch.arange(1.0, 1.0 + param.numel()).reshape(param.shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        run[1].step()
+
+
 def _other_gradients(run: Made) -> None:
     p = run[0][2]
     p.grad_dtype = None
@@ -429,7 +436,10 @@ def _row_of_vector(run: Made) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [_watched, _other_gradients, _strided_states, _shared_gradient, _whole_count, _row_of_vector],
+    [
+        *(_watched, _under_autocast, _other_gradients, _strided_states),
+        *(_shared_gradient, _whole_count, _row_of_vector),
+    ],
 )
 def test_what_torchs_operators_do(use: Callable[[Made], None]) -> None:
     """They do it for the parameters concerned, and C for the rest."""

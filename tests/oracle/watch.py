@@ -55,7 +55,7 @@ class Watch:
         try:
             result = call()
         except Exception as error:
-            self(name, f"{type(error).__name__}: {error}")
+            self(name, [f"{type(one).__name__}: {one}" for one in shown(error)])
             return None
         self(name, result)
         return result
@@ -69,6 +69,13 @@ class Watch:
                 "warning", f"{category.__name__}: {message}"
             )
             yield
+
+
+def shown(error: BaseException | None) -> Iterator[BaseException]:
+    """The errors that a traceback has, the last one first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def frozen(value: Any) -> Any:

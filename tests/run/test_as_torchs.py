@@ -76,6 +76,40 @@ for name in NAMES:
     print(type(optimizer).__name__, type(optimizer).__qualname__)
     print(inspect.signature(type(optimizer)), inspect.signature(type(optimizer).__init__))
     print(optimizer.defaults)
+    print(inspect.signature(optimizer.state_dict))
+    try:
+        optimizer.state_dict(True)
+    except TypeError as error:
+        print(error)
+""",
+    "numbers": """
+for name in NAMES:
+    kind = getattr(torch.optim, name)
+    for key in kind(parameters()).defaults:
+        for number in (None, "x", (0.5,), 10**400):
+            optimizer = kind(parameters())
+            steps(optimizer)
+            optimizer.param_groups[0][key] = number
+            try:
+                print(name, key, steps(optimizer))
+            except Exception as error:
+                print(name, key, type(error).__name__, error, error.__context__)
+""",
+    "clipping": """
+from torch.nn import utils
+params = parameters()
+for clip in (
+    lambda: utils.clip_grad_norm_(params, 0.1),
+    lambda: utils.clip_grad_value_(params, 0.1),
+    lambda: utils.clip_grads_with_norm_(params, 0.1, torch.tensor(9.0)),
+    lambda: utils.get_total_norm([params[0].grad.long()]),
+):
+    for p in params:
+        p.grad = torch.ones(()).expand(p.shape)
+    try:
+        print(clip())
+    except Exception as error:
+        print(type(error).__name__, error, error.__context__)
 """,
     "copies": """
 for name in NAMES:

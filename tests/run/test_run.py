@@ -202,7 +202,15 @@ rows(torch.tensor([1])).sum().backward()
 try:
     optimizer.step()
 except RuntimeError as error:
-    print(error)
+    print(error, error.__context__)
+
+def stepped(grad):
+    p = torch.ones(2)
+    p.grad = grad.clone()
+    torch.optim.SGD([p], lr=0.1).step()
+    return p
+
+print(torch.jit.trace(stepped, torch.ones(2), check_trace=False)(torch.zeros(2)))
 """
 
 
@@ -211,6 +219,7 @@ def test_steps_that_we_refuse_are_torchs(run: Run, programs: Programs) -> None:
     done = run(REFUSED, options=("--verbose",))
     assert good(done) == good(programs.run(REFUSED))
     assert "3 of Adam.step stayed torch's: Adam: parameter 0" in done.stderr
+    assert "1 of SGD.step stayed torch's: in torch.jit.trace" in done.stderr
     assert "nothing was updated" not in done.stderr
 
 
@@ -375,7 +384,7 @@ def test_processes_are_swapped_and_workers_that_are_spawned_are_not(run: Run) ->
 
 
 MET = """
-import torch
+import threading, torch
 
 class Mine(torch.optim.AdamW):
     def step(self, closure=None):
@@ -406,6 +415,9 @@ if "all" in __import__("sys").argv:
     trained(torch.optim.SparseAdam, 5)
     trained(Mine, 6)
     trained(Around, 7)
+    thread = threading.Thread(target=trained, args=(torch.optim.Adam, 8))
+    thread.start()
+    thread.join()
 """
 
 
@@ -425,6 +437,7 @@ def test_every_optimizer_is_listed_with_its_steps(run: Run) -> None:
         "Mine (__main__'s, a subclass of torch's AdamW): 1 object, 6 steps",
         "Around (__main__'s): 1 object, 7 steps",
         "SGD (faststep's): 1 object, 7 steps",
+        "Adam (faststep's): 1 object, 8 steps",
     ):
         assert f"faststep run: {listed}\n" in done.stderr
     rows = [line.split()[2:5] for line in done.stderr.splitlines() if line.endswith("%")]

@@ -22,6 +22,13 @@ def is_watched() -> bool:
     return _depth() > 0 or _tracing_state() is not None
 
 
+def watched_by() -> str | None:
+    """What sees torch's operators."""
+    if _depth() > 0:
+        return "in a TorchDispatchMode"
+    return None if _tracing_state() is None else "in torch.jit.trace"
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """True for several gradients in one, of `torch.autograd.grad(..., is_grads_batched=True)`."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import HOST
-from .._torch.modes import is_watched
+from .._torch.modes import watched_by
 from .._torch.optim import increment_version
 from ..grads.params import described
 from .base import number
@@ -49,8 +49,8 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
     The step runs in C for parameters in CPU memory of type float32, float64, bfloat16 or float16,
     in any layout, whose gradient and states have the same type. torch's operators make the step of
     all other parameters (CUDA, DTensors, tensor subclasses, gradients or states of another type,
-    states that are not contiguous, parameters that share memory), under a TorchDispatchMode, and in
-    a compiled step. `foreach` makes no difference in C.
+    states that are not contiguous, parameters that share memory), under a TorchDispatchMode, under
+    autocast, and in a compiled step. `foreach` makes no difference in C.
     """
 
     # A class attribute stands in where pickle and deepcopy restore an optimizer without __init__.
@@ -72,8 +72,10 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
         """The step without a closure."""
         if torch.compiler.is_compiling():
             self._step_by_torch(self.param_groups, "in a compiled step")
-        elif is_watched():
-            self._step_by_torch(self.param_groups, "in a TorchDispatchMode")
+        elif watcher := watched_by():
+            self._step_by_torch(self.param_groups, watcher)
+        elif torch.is_autocast_enabled("cpu"):  # where torch's product of row and column rounds
+            self._step_by_torch(self.param_groups, "under autocast")
         else:
             for name in ("grad_scale", "found_inf"):  # as torch's: it unscales no gradients
                 if getattr(self, name, None) is not None:
@@ -84,7 +86,7 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
             self._step_in_c(params, self._plans[0])
 
     def _step_in_c(self, params: Params, plan: _C.Plan) -> None:
-        rules = [_rule_of(group) for group in self.param_groups]
+        rules = self._rules()
         what, value = self._called(plan, params, rules)
         if what == "missing":
             self._begin_states(value)
@@ -115,6 +117,9 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
         ]
         self._step_by_torch(torchs, _LEFT)
         self._step_in_c(rest, self._plans[1])
+
+    def _rules(self) -> list[Rule]:
+        return [_rule_of(group) for group in self.param_groups]
 
     def _begin_states(self, places: list[tuple[int, int]]) -> None:
         """As torch's step does, of all parameters of these groups."""

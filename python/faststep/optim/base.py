@@ -15,7 +15,7 @@ from .. import _C
 from .._devices import HOST, HOST_ONLY
 from .._torch.compiler import disable_dynamo
 from .._torch.fsdp import is_fsdp_shard
-from .._torch.modes import is_watched
+from .._torch.modes import is_watched, watched_by
 from .._torch.optim import is_of_scheduler
 from .._torch.tensors import has_no_memory
 from ..grads.owners import refuse_shared, releasing
@@ -193,19 +193,21 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if request.max_norm is not None and not self._norm_is_whole:
             refuse_part(self)
             self._norm_is_whole = True
-        try:
-            if by_torch or is_watched():
-                why = "in a TorchDispatchMode" if is_watched() else "with code of the script"
-                answer = self._step_by_torch(request, why)
-            else:
+        reason = None
+        if by_torch or is_watched():
+            reason = watched_by() or "with code of the script"
+        else:
+            try:
                 answer = self._step_by_plan(request)
-        except LeftToTorchError as error:
-            answer = self._step_by_torch(request, error.reason)
-        except _C.TensorError as error:
-            explained = self._explained(*error.args)
-            if not self._is_for_torch(*error.args):
-                raise explained from None
-            answer = self._step_by_torch(request, str(explained))
+            except LeftToTorchError as error:
+                reason = error.reason
+            except _C.TensorError as error:
+                explained = self._explained(*error.args)
+                if not self._is_for_torch(*error.args):
+                    raise explained from None
+                reason = str(explained)
+        if reason is not None:  # not above, where torch's errors would be shown with ours
+            answer = self._step_by_torch(request, reason)
         self._note(answer)
 
     def _note(self, answer: StepAnswer) -> None:

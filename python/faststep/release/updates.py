@@ -14,7 +14,7 @@ from .. import _C
 from .._torch.ddp import after_backward, current_backward
 from .._torch.dtensor import is_dtensor
 from .._torch.library import address_of
-from .._torch.modes import is_watched
+from .._torch.modes import is_watched, watched_by
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Reduced, reducing_model
 from ..grads.hooks import Hooked, weakly
@@ -260,17 +260,18 @@ class Release:
         request = StepRequest(self._clipping.scale, max_norm=max_norm)
         unchanged = "the parameter was not updated"
         step = PlanStep(optimizer, [[param]], lambda: [rule], groups, False, unchanged)
-        try:
-            if is_watched():
-                _step_by_torch(optimizer, place, param, request, "in a TorchDispatchMode")
-            else:
+        reason = watched_by()
+        if reason is None:
+            try:
                 place.stepper.step(step, request)
-        except _C.TensorError as error:
-            what = (place.hook.group, place.index, *error.args[2:])
-            explained = optimizer._explained(*what)
-            if not optimizer._is_for_torch(*what):
-                raise explained from None
-            _step_by_torch(optimizer, place, param, request, str(explained))
+            except _C.TensorError as error:
+                what = (place.hook.group, place.index, *error.args[2:])
+                explained = optimizer._explained(*what)
+                if not optimizer._is_for_torch(*what):
+                    raise explained from None
+                reason = str(explained)
+        if reason is not None:
+            _step_by_torch(optimizer, place, param, request, reason)
         place.hook.updated = True
 
     def _check_model(self) -> None:

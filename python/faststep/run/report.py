@@ -37,7 +37,7 @@ class Report:
             what = f"{_counted(count, 'object')}, {_counted(steps, 'step')}"
             say(f"{kind.__name__} ({whose}): {what}")
         first, last = self._meter.first, self._meter.last
-        if first is not None and last is not None and self._meter.steps.total() > 1:
+        if first is not None and last is not None and last is not first:
             self._table(first, last)
         elif calls := {name: count for name, count in self._meter.calls.items() if count}:
             say("calls: " + ", ".join(f"{count} of {name}" for name, count in calls.items()))

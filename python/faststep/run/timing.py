@@ -33,27 +33,39 @@ class Look(NamedTuple):
     steps: int
 
 
+class _Here(threading.local):
+    """What is known of each thread; a lock could be left locked by a fork."""
+
+    def __init__(self, all_steps: list[Counter[type]]) -> None:
+        self.stepping: object = None
+        self.steps: Counter[type] = Counter()
+        all_steps.append(self.steps)
+
+
 class CallTimes:
     """Counts calls, and the seconds in each kind of call without those in calls that it makes.
 
-    Only the thread that made the meter is measured: another one's calls run beside it.
-
-    Attributes:
-        steps: of the optimizers of each class.
+    Only the thread that made the meter is measured: another one's calls run beside it, and of
+    these steps alone are counted.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.taken: dict[str, float] = {}
-        self.steps: Counter[type] = Counter()
         self.first: Moment | None = None
         self.last: Moment | None = None  # at the end of the newest step
         self._looks: list[Look] = []
         self._inside = 0.0
-        self._stepping: object = None
+        self._all_steps: list[Counter[type]] = []  # of each thread
+        self._here = _Here(self._all_steps)
         self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._objects: Counter[str] = Counter()
         self._thread = threading.get_ident()
+
+    @property
+    def steps(self) -> Counter[type]:
+        """Those of the optimizers of each class."""
+        return sum(self._all_steps, Counter[type]())
 
     def timed(self, name: str, function: Callable[..., Any]) -> Any:
         """The function, measured under this name."""
@@ -68,14 +80,15 @@ class CallTimes:
 
         @functools.wraps(function)
         def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._is_elsewhere() or self._stepping is optimizer:
+            here = self._here
+            if torch.compiler.is_compiling() or here.stepping is optimizer:
                 return function(optimizer, *args, **kwargs)
-            outside, self._stepping = self._stepping, optimizer
+            outside, here.stepping = here.stepping, optimizer
             result = None
             try:
                 result = measured(optimizer, *args, **kwargs)
             finally:
-                self._stepping = outside
+                here.stepping = outside
                 if result is not False:
                     self._end_step(type(optimizer))
             return result
@@ -116,7 +129,9 @@ class CallTimes:
         return name
 
     def _end_step(self, kind: type) -> None:
-        self.steps[kind] += 1
+        self._here.steps[kind] += 1
+        if self._is_elsewhere():
+            return
         now = time.perf_counter()
         self.last = Moment(now, dict(self.calls), dict(self.taken))
         if self.first is None:
