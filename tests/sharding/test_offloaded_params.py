@@ -1,4 +1,4 @@
-"""Parameters in host memory at stage 3: `shard(offload="params")`."""
+"""What was trained before goes on at stage 3, with states or parameters in host memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ranks import on_ranks
 
 
 @on_ranks(2)
-def test_stage_3_offloads_parameters(rank: int, world: int) -> None:
-    """Parameters, gradients and states of ranks lie in host memory, with the same bits."""
+def test_stage_3_offloads(rank: int, world: int) -> None:
+    """States, or also parameters and gradients, lie in host memory, with the same bits."""
     models, optimizers = [], []
-    for offload in ("params", None):
+    for offload in ("params", "optimizer", None):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
         optimizer = faststep.optim.AdamW(model.parameters(), lr=0.01)
@@ -37,7 +37,9 @@ def test_stage_3_offloads_parameters(rank: int, world: int) -> None:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        for mine, other in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(mine.to_local(), other.to_local())
-    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    torch.testing.assert_close(*states, rtol=0, atol=0)
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            *others, last = (param.to_local() for param in params)
+            assert all(torch.equal(other, last) for other in others)
+    *others, last = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for other in others:
+        torch.testing.assert_close(other, last, rtol=0, atol=0)

@@ -25,6 +25,7 @@ AGAIN = {
     "test_clipping": "in_the_step several_meshes on_one_rank_only sums_that_wait watched",
     "test_different_ranks": "scaled step_that_fails_on_one_rank",
     "test_fsdp2_models": "frozen_inside frozen_across unused clipped accumulated kept_state_dict",
+    "test_freed": "freed",
     "test_more_models": "compiled several_dtypes",
     "test_optimizers": "fsdp2 mixed_precision offloaded tensor_parallel sequence_parallel "
     "other_placements states_with_other_placements several_meshes changed_between_steps",
@@ -61,7 +62,14 @@ def all_offloaded() -> Iterator[None]:
     assert any(answer is not None for answer in answers)
 
 
-@on_cases([*CASES, (4, "test_optimizers", "hybrid")])
+LAST = [
+    ("test_optimizers", "hybrid"),
+    ("test_scaler", "overflow_on_one_rank"),
+    ("test_clipping", "in_the_step"),
+]
+
+
+@on_cases([*CASES, *((4, *case) for case in LAST)])
 def test_again(rank: int, world: int, module: str, name: str) -> None:
     tests = importlib.import_module(f"{__package__}.{module}")
     with all_offloaded():
