@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader as TorchsLoader
 from torch.utils.data import IterableDataset, TensorDataset, dataloader
 
 from faststep.data import DataLoader
+from programs import Programs
 
 
 class Stream(IterableDataset[int]):
@@ -86,3 +87,25 @@ def test_workers_that_a_script_asks_for_late_raise_torchs_error() -> None:
             iter(loader)
         errors.append(str(error.value))
     assert errors[0] == errors[1]
+
+
+REPLACED = """
+from torch.utils.data import IterableDataset, dataloader
+kind, counted = dataloader._BaseDataLoaderIter, []
+def counting(torchs):
+    def following(self):
+        counted.append(1)
+        return torchs(self)
+    return following
+kind.__next__ = counting(kind.__next__)
+from faststep.data import DataLoader
+class Stream(IterableDataset):
+    __len__, __iter__ = lambda self: 4, lambda self: iter(range(4))
+loader = DataLoader(Stream(), 2)
+print(len(loader), *loader, len(counted))
+"""
+
+
+def test_another_tool_may_have_replaced_torchs_next(programs: Programs) -> None:
+    done = programs.run(REPLACED)
+    assert (done.stdout, done.returncode) == ("2 tensor([0, 1]) tensor([2, 3]) 3\n", 0), done.stderr

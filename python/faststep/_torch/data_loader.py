@@ -121,13 +121,10 @@ def warn_script(message: str, stacklevel: int = 2) -> None:
 
 
 # torch's `__next__` of an iterator, whose warnings name the script's line
+_next: Any = BaseDataLoaderIter.__next__
+_ours = {"__name__": __name__, "warnings": types.SimpleNamespace(warn=warn_script)}
 next_as_torch = types.FunctionType(
-    BaseDataLoaderIter.__next__.__code__,
-    {
-        **vars(_dataloader),
-        "__name__": __name__,
-        "warnings": types.SimpleNamespace(warn=warn_script),
-    },
+    _next.__code__, {**_next.__globals__, **_ours}, closure=_next.__closure__
 )
 
 
