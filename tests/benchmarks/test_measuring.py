@@ -57,8 +57,7 @@ def test_refill_restores_gradients_of_the_stated_norm(family: str, fresh: bool) 
 
 
 @pytest.mark.parametrize(
-    "contender",
-    [pytest.param(contender, id=contender.name) for contender in CONTENDERS["chain"]],
+    "contender", [pytest.param(contender, id=contender.name) for contender in CONTENDERS["chain"]]
 )
 def test_every_chain_does_the_same_step(contender: Contender) -> None:
     work = Work("chain", "", ((33,), (4, 5)))

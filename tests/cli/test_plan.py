@@ -195,11 +195,7 @@ def test_a_factory_of_a_module(
     ],
 )
 def test_errors_name_the_factory(
-    factory: Path,
-    name: str,
-    options: list[str],
-    problem: str,
-    capsys: pytest.CaptureFixture[str],
+    factory: Path, name: str, options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = f"{factory}x.py:model" if name == "x:model" else f"{factory}{name}"
     assert main(["plan", place, *options]) == 1

@@ -339,12 +339,3 @@ def test_iterating_after_the_end() -> None:
 
 def test_an_empty_dataset() -> None:
     assert_same(lambda: (TensorDataset(torch.ones(0, 3)), {}))
-
-
-def test_a_profile_has_torchs_name_of_each_batch() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(8)), 2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        batches = len(list(loader))
-    names = [event.name for event in profile.events()]
-    name = "_SingleProcessDataLoaderIter"  # of the iterator that torch has
-    assert names.count(f"enumerate(DataLoader)#{name}.__next__") == batches + 1

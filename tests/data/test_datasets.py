@@ -220,8 +220,7 @@ def divided(x: list[int], side: str) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("side", ["eos", "bos"])
 @pytest.mark.parametrize(
-    ("token", "dtype"),
-    [("uint16", torch.int32), ("uint16", torch.int64), ("uint32", torch.int64)],
+    ("token", "dtype"), [("uint16", torch.int32), ("uint16", torch.int64), ("uint32", torch.int64)]
 )
 def test_positions_and_documents(tmp_path: Path, side: str, token: str, dtype: torch.dtype) -> None:
     tokens = write_tokens(tmp_path / "t", 1000, token)

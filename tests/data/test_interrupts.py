@@ -266,10 +266,7 @@ batch = next(iterator)
 
 @pytest.mark.parametrize(
     ("persistent", "text"),
-    [
-        (False, ""),
-        (True, "class Cycle: pass\nc = Cycle(); c.c = c; c.i = iterator\nsys.exit(3)"),
-    ],
+    [(False, ""), (True, "class Cycle: pass\nc = Cycle(); c.c = c; c.i = iterator\nsys.exit(3)")],
 )
 def test_the_program_ends(programs: Programs, persistent: bool, text: str) -> None:
     said = "print(*[w.pid for w in iterator._workers], flush=True)\n"

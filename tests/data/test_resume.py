@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler

@@ -8,11 +8,7 @@ import numpy
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from faststep.data import ArrayDataset, DataLoader, converted

@@ -108,9 +108,7 @@ def test_a_whole_answer(faststep: Faststep, tmp_path: Path) -> None:
 
 @needs_sandbox
 def test_runs_are_forked_from_one_process(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    runs_of: Callable[..., Runs],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_of: Callable[..., Runs]
 ) -> None:
     """It has imported what takes long, and outlives a run that dies or takes too long."""
     started: list[Any] = []

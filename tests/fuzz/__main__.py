@@ -42,12 +42,7 @@ def _save(folder: Path, seed: int, case: int, first: int, code: int, log: str, s
 
 
 def fuzz(
-    seed: int,
-    seconds: float,
-    folder: Path,
-    *more: str,
-    first: int = 0,
-    most: int = MOST_FAILURES,
+    seed: int, seconds: float, folder: Path, *more: str, first: int = 0, most: int = MOST_FAILURES
 ) -> Report:
     """Runs cases for so long, going on behind those that fail, until so many have."""
     folder.mkdir(parents=True, exist_ok=True)

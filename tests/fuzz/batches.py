@@ -90,12 +90,7 @@ class Gathering:
             nodes += ((1, 0, 3, Raw(0), start, step),)
             self.length = 3
         if shape == 3:
-            nodes += (
-                (
-                    2,
-                    rng.choice(((0,), (0, 0), ())),
-                ),
-            )
+            nodes += ((2, rng.choice(((0,), (0, 0), ()))),)
             self.length = 9 * len(nodes[-1][1])
         slots = _some(world, "Slots", _C.Slots)
         threads = rng.choice((0, 0, 1, 2, 64))

@@ -169,8 +169,7 @@ def accumulate(world: World, name: str = "accumulate") -> None:
     factor, start = rng.choice(FACTORS), world.chance(0.3)
     sums, terms, *more = lists
     args, good = maybe_bad(
-        world,
-        (sequence(world, sums), sequence(world, terms), factor, start, *(more or (None,))),
+        world, (sequence(world, sums), sequence(world, terms), factor, start, *(more or (None,)))
     )
 
     def check(_: Any) -> None:

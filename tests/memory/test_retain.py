@@ -388,18 +388,6 @@ assert all((one == 1).all() for one in some)
 """)
 
 
-def test_few_addresses(run: Run) -> None:
-    run("""
-size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (size + 300 * MEGABYTE, -1))
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    retains = memory.retain()
-assert retains == (not told)
-assert (tensor(100) == 1).all()
-""")
-
-
 @pytest.mark.parametrize(("value", "retains"), [("1", True), ("0", False), ("", False)])
 def test_the_variable(run: Run, value: str, retains: bool) -> None:
     assert run("print(memory.stats().retains)", FASTSTEP_RETAIN=value).split() == [str(retains)]

@@ -361,8 +361,7 @@ def test_the_programs_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shown == [("steps per second", 2.0, 3), ("loss", 0.5, 3)]
     shown.clear()
     replaced = types.SimpleNamespace(
-        Gauge=lambda *names: types.SimpleNamespace(set=shown.append),
-        start_http_server=shown.append,
+        Gauge=lambda *names: types.SimpleNamespace(set=shown.append), start_http_server=shown.append
     )
     monkeypatch.setitem(sys.modules, "prometheus_client", replaced)
     with (tmp_path / "log.jsonl").open() as log:

@@ -207,7 +207,8 @@ for one in (data, Squares()):
     for options in ({}, {"num_workers": 1}):
         with torch.profiler.profile() as profile:
             batches(DataLoader(one, 2, **options))
-        print([event.key for event in profile.key_averages() if "DataLoader" in event.key])
+        events = [(event.key, event.count) for event in profile.key_averages()]
+        print([event for event in events if "DataLoader" in event[0]])
 """,
     "steps of Adafactor that only torch makes": """
 with torch.inference_mode():
