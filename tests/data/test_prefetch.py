@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
-from faststep import _C
 from faststep.data import DataLoader
 from programs import Programs
 
@@ -207,30 +206,6 @@ def test_threads_end_with_an_iterator_that_is_dropped(bad: bool) -> None:
         assert data_threads() == 0
     finally:
         gc.enable()
-
-
-def test_outputs_of_another_form_are_refused() -> None:
-    """The memory that a batch is to be gathered into."""
-    rows, fields = torch.ones(9, 4), ((torch.empty(0, 4), 0),)
-    node = (0, 9, ((rows.data_ptr(), 16),))
-    gather = _C.Gather(_C.Slots(), fields, (node,), 0, False, rows)
-    for outputs, message in (
-        ((), "outputs must be a tuple of 1 tensors"),
-        ((torch.empty(3, 4),), r"outputs\[0\] is not a packed tensor of 2 rows of field 0's"),
-        ((torch.empty(2, 5),), "not a packed tensor"),
-        ((torch.empty(4, 2).t(),), "not a packed tensor"),
-        ((torch.empty(2, 4, dtype=torch.int32),), "not a packed tensor"),
-        ((rows.numpy(),), "expected a torch.Tensor"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            gather.submit([3, 4], 0, -1, outputs)  # type: ignore[arg-type]
-    mine = torch.empty(2, 4)
-    batch = gather.submit([3, 4], 0, -1, (mine,))
-    assert batch
-    taken = batch.take()
-    assert taken is not None
-    assert taken[0] is mine
-    assert torch.equal(mine, rows[3:5])
 
 
 FORKED_WHILE_IT_COPIES = """
