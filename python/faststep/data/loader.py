@@ -187,7 +187,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             - "stages": the total by what took it, in seconds: "load", "device", "transforms".
             - "queued": batches that are loaded, or being loaded, for later.
             - "page_faults": minor faults of this process since the epoch began, by whatever caused
-              them; None where the system does not tell.
+              them.
             - "slots": pieces of memory for batches on the array path, with worker processes, and
               of image folders: how many were "made" since the loader was, and how many are "free",
               and "held" by tensors, now; those of worker processes may also be "taken" by one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 import weakref
 from array import array
@@ -59,7 +60,6 @@ class StageTimes:
         size = self._bytes
         if size is not None and self._looked_at:
             size = size * self._batches // self._looked_at
-        faults = _page_faults()
         # stages lie within each other: what is left of one is its own
         totals = sorted(self._totals.items(), key=lambda item: item[1])
         within = [0, *(total for _, total in totals)]
@@ -77,7 +77,7 @@ class StageTimes:
                 for (name, total), before in zip(totals, within, strict=False)
             },
             "queued": _queued(self._iterator()),
-            "page_faults": None if faults is None else faults - (self._faults or 0),
+            "page_faults": _page_faults() - self._faults,
         }
 
 
@@ -86,12 +86,8 @@ def _percentile(ordered: list[int], percent: int) -> int:
     return ordered[-(-len(ordered) * percent // 100) - 1] if ordered else 0
 
 
-def _page_faults() -> int | None:
-    """Minor page faults of this process; None where the system does not tell."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
+def _page_faults() -> int:
+    """Minor page faults of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
