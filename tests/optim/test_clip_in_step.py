@@ -96,6 +96,23 @@ def test_last_grad_norm(declaration: Declaration, dtype: torch.dtype) -> None:
     assert norm.item() != optimizer.last_grad_norm.item(), "an earlier norm is not overwritten"
 
 
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, faststep.amp.GradScaler])
+def test_a_step_that_is_skipped_before_it_measures_has_no_norm(scaler_class: Any) -> None:
+    """It is NaN, as on CUDA devices, and not that of a step before."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = faststep.optim.SGD([param], lr=0.1, max_grad_norm=1.0)
+    scaler = scaler_class("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((param * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.step_was_skipped
+    assert optimizer.last_grad_norm is not None
+    assert optimizer.last_grad_norm.isnan()
+
+
 @pytest.mark.parametrize("value", [-1.0, math.nan])
 @over_all
 def test_a_limit_out_of_range_that_was_set_later(declaration: Declaration, value: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -209,6 +210,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if reason is not None:  # not above, where torch's errors would be shown with ours
             answer = self._step_by_torch(request, reason)
         self._note(answer)
+        if answer.norm is None and answer.skipped is True and request.measures:
+            self._last_norm = math.nan
 
     def _note(self, answer: StepAnswer) -> None:
         self._skipped = answer.skipped

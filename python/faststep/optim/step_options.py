@@ -178,8 +178,8 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         """The global 2-norm of the unscaled gradients before clipping, from the last step.
 
         A 0-d float32 tensor; None before the first step that measured (one with `max_grad_norm`, or
-        under :class:`faststep.amp.GradScaler`). For CUDA parameters it lies on their device, NaN
-        after a step that did not measure because it was skipped; nothing waits for the device.
+        under :class:`faststep.amp.GradScaler`), NaN after a step that did not measure because it
+        was skipped. For CUDA parameters it lies on their device; nothing waits for that.
         """
         if isinstance(self._last_norm, Tensor):
             return self._last_norm.to(torch.float32, copy=True)
