@@ -14,7 +14,7 @@ PART_devices := tests/device tests/gpu
 PART_kernels := -rs tests/test_cuda_build.py tests/test_cuda_machine_code.py tests/test_cuda_subset.py
 PART_rest := $(patsubst tests/%,--ignore=tests/%,$(filter tests/%,$(foreach part,$(TEST_PARTS),$(PART_$(part)))))
 # The loops in each layout, type and chain, for each lower instruction set. That whole runs have the same bits
-# there is shown by tests/optim/test_concurrency.py, and that each loop has by the C tests.
+# there is shown by tests/optim/test_concurrency.py.
 LEVEL_TESTS := tests/optim/test_runner.py tests/amp/test_unscale.py tests/clip/test_clip_grad.py tests/clip/test_total_norm.py \
     tests/accumulate/test_pass.py tests/data/test_converted.py
 # What runs the loops: these tests are repeated under the sanitizers.

@@ -1,7 +1,5 @@
 """Fewer cases than the product of all options, with every choice of three options among them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """Comparing two ways to do a thing: what came out, be it a value or an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings shared by all tests: seeds, threads, and hypothesis without a clock."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Gradients for tests: layouts, and parameters that carry given gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 `python tests/nvcc.py` records in tests/cuda/resources.json what the kernels use.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

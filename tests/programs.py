@@ -5,8 +5,6 @@ The compiler of torch is: torch imports it in an optimizer's first step. What is
 frozen, or a program would look through all of it when it ends, which takes most of a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

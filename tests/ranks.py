@@ -4,8 +4,6 @@ time limit on everything that waits.
 Starting a process takes longer than any of these tests, so the processes are started once for all.
 A test of `on_ranks` runs on each rank."""
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import itertools

@@ -12,8 +12,6 @@ instructions that spill. Per multiprocessor: KB in flight. machine/figures.py sa
 recognised.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

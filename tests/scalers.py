@@ -1,7 +1,5 @@
 """GradScalers for tests: ready to step on the CPU, and driven through overflows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

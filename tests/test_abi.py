@@ -1,7 +1,5 @@
 """csrc/py/torch/dlpack.h declares torch's tensor interface: against torch's header, and in use."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

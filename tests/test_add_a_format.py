@@ -1,7 +1,5 @@
 """Follows "Add a file format" of CONTRIBUTING.md in a copy of the package."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Follows "Add an optimizer" and "Add a state format" of CONTRIBUTING.md in a copy of the tree."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What is built and shipped: the extension's symbols and libraries, the flags, the metadata."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shutil

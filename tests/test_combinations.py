@@ -1,7 +1,5 @@
 """What is left of a product of options still has every choice of three of them."""
 
-from __future__ import annotations
-
 import itertools
 
 from combinations import choices, of_three

@@ -1,7 +1,5 @@
 """csrc/gpu/driver_calls.h declares the CUDA driver's functions anew: compared with its header."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

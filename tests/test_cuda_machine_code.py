@@ -3,8 +3,6 @@
 `python tests/sass.py --record` writes the budgets; machine/figures.py says what is counted.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

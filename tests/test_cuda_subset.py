@@ -4,8 +4,6 @@ nvcc --fmad=false is to CUDA what -ffp-contract=off is to gcc. In PTX a correctl
 or square root is one instruction, div.rn or sqrt.rn; what the assembler makes of it rounds alike.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

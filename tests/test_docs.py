@@ -1,7 +1,5 @@
 """The pages: every link between them leads to a file, and to a heading that is there."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import types

@@ -1,7 +1,5 @@
 """What a torch without one of the names that faststep looks for changes: the time, nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -6,8 +6,6 @@ scalar arithmetic, and must hold a packed form of every kind of arithmetic that 
 The scalar instructions of the last few elements lie outside of that loop.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Python code that runs inside a call of the extension, and arguments that it must not believe."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The code of docs/recipes.md does what the page says of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What `help` says of the extension: a docstring for everything, with the arguments of _C.pyi."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import types

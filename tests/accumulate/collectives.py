@@ -1,7 +1,5 @@
 """What a process group sends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Small models, uneven batches and plain-torch references for the tests of accumulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loss scaling and clipping of whole windows, against plain torch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The registry of hooked parameters: which parameter it finds, what it keeps, when hooks run."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """accum.install(): an unchanged loop acts on full windows only."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

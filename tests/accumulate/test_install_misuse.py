@@ -1,7 +1,5 @@
 """accum.install(): what it refuses, and what remove() leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """accumulate() as a loop helper: the update of the joined batch, from every optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What would be silently wrong elsewhere raises an error that says what to do."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

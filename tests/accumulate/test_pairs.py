@@ -1,7 +1,5 @@
 """in_pairs=True: two gradients are added to an fp32 sum at a time, with the bits of one by one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

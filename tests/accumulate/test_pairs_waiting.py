@@ -1,7 +1,5 @@
 """in_pairs=True: how long the first gradient of a pair waits, and what raises meanwhile."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

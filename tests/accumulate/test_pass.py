@@ -1,7 +1,5 @@
 """_C.accumulate: sum += factor * term of any two types, against torch, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

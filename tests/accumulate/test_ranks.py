@@ -1,7 +1,5 @@
 """Accumulation under DistributedDataParallel with gloo, on 2 to 4 ranks over loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """release_gradients(): the bits of the ordinary step, without the gradients."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -4,8 +4,6 @@ Each test first makes some of them, and then changes one thing: the next step mu
 have been without them.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

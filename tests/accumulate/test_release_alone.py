@@ -1,7 +1,5 @@
 """What would change gradients between backward and the update, or use them too: refused."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """release_gradients() under DistributedDataParallel with gloo, over loopback."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

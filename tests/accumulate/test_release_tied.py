@@ -1,7 +1,5 @@
 """release_gradients() of embeddings that share their weight: rows, with the bits of the whole."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

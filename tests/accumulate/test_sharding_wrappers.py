@@ -1,7 +1,5 @@
 """Parameters that a rank has only in part: a norm of what is here would be wrong, silently."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """state_dict() and load_state_dict(): a run goes on inside a window with the same bits."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

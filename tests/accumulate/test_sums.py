@@ -1,7 +1,5 @@
 """dtype=torch.float32: fp32 sums of low-precision gradients, bit for bit those of plain torch."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Optimizers that accelerate or Lightning has wrapped, by replicas and by the libraries."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

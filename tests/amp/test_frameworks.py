@@ -1,7 +1,5 @@
 """What frameworks ask before they unscale and clip: the answers of torch's default classes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """GradScaler has torch's arguments and states, and hysteresis; tests/oracle compares its calls."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,7 +1,5 @@
 """low_precision_weights() against the same training under autocast without it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

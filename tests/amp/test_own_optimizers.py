@@ -1,7 +1,5 @@
 """faststep's optimizers under our scaler, and under torch's."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The update of the scale: torch's numbers by default, bounds and hysteresis on top."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Our scaler with torch's optimizers does what torch's scaler does with them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """unscale_ and the check for overflows against torch's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

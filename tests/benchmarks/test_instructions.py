@@ -1,7 +1,5 @@
 """Counts of instructions are compared so that a loop which does more fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the benchmarks rest on: shapes, refills, medians, and contenders that do the work."""
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

@@ -1,7 +1,5 @@
 """`make bench` fails where our lead over the rivals has shrunk by more than noise."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

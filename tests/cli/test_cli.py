@@ -1,7 +1,5 @@
 """The command line: each sub-command does its work and says what it found."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -3,8 +3,6 @@
 Those that several ranks save are in tests/zero/test_consolidated.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """What users expect of any program: its version, a pipe that closes, and no files unasked for."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

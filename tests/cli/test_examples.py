@@ -1,7 +1,5 @@
 """The examples run, learn what they claim, and keep what they say about checkpoints."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`plan`: what a dry run counts, what each way takes, the choice, and errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

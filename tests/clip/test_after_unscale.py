@@ -1,7 +1,5 @@
 """clip_grad_norm_ after unscale_: one pass over large gradients, whatever was done in between."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the clip functions accept as torch does, and what they leave to torch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

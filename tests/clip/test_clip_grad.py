@@ -1,7 +1,5 @@
 """Clipped gradients against torch.nn.utils."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

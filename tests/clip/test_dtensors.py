@@ -1,7 +1,5 @@
 """Gradients of FSDP2 and tensor parallelism: a norm of one rank's part would be wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

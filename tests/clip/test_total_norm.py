@@ -1,7 +1,5 @@
 """The norms of faststep.clip against torch.nn.utils and against sums in fp64."""
 
-from __future__ import annotations
-
 import functools
 import math
 from functools import partial

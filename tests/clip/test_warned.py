@@ -1,7 +1,5 @@
 """torch warns where the gradient of a result is asked for, and Python code shows the warning."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 

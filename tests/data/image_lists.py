@@ -1,7 +1,5 @@
 """Lists of transforms, and images, for the tests of the CPU and of devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Kinds of datasets and batches, for comparisons with torch's loader."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any

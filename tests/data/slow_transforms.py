@@ -4,8 +4,6 @@ Each function takes the transform, a float32 image (C, H, W) and the sample's ra
 python floats; none knows of windows or of the order in which a pass goes over memory.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

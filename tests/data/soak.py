@@ -7,8 +7,6 @@ something grew: descriptors, threads, children and files in /dev/shm at all, obj
 epoch, memory by what malloc takes at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

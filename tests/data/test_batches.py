@@ -1,7 +1,5 @@
 """Batches, their order and the random states are those of torch's DataLoader."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """Arrays that are converted and normalized while they are gathered: torch's bits, on each path."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ArrayDataset and TokenDataset: what they hold, how they say no, and where documents begin."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from pathlib import Path

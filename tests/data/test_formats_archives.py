@@ -1,7 +1,5 @@
 """Tars and zip archives of samples: fields, splitting by rank and worker, and damage anywhere."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Files that are arrays: told by their content, mapped, pickled by their path, and damaged."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 import zipfile

@@ -1,7 +1,5 @@
 """`convert`: what goes in comes out of `open`, and nothing is left or lost when it fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

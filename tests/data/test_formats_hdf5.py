@@ -1,7 +1,5 @@
 """HDF5: contiguous arrays are mapped, all others read by h5py; forks, threads and damage."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path

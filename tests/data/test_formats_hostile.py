@@ -1,7 +1,5 @@
 """What no file of a dataset should be: each a clear error at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

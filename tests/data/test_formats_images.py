@@ -1,7 +1,5 @@
 """Image folders: the pixels that Pillow gives, by each decoder, written into the batch."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """JSON lines: by index and as a stream, damaged, and changed meanwhile."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Many shards under few descriptors, images that claim too much, files that change, odd paths."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

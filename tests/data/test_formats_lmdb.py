@@ -1,7 +1,5 @@
 """LMDB: all records, forks while it is open, several datasets of one path, and damage."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path

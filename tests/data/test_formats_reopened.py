@@ -1,7 +1,5 @@
 """Files that are opened again, by other processes and threads: unchanged, or with a clear error."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

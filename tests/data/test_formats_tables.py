@@ -1,7 +1,5 @@
 """Parquet and Arrow: types, groups, many at once, missing values and damage."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

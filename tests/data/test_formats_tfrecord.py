@@ -1,7 +1,5 @@
 """TFRecord: against checksums and messages that are written the slow way, and damaged anywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Frameworks that make another loader of ours: what it got is kept, or the loss is an error."""
 
-from __future__ import annotations
-
 import copy
 import types
 from typing import Any

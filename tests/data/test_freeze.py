@@ -1,7 +1,5 @@
 """Lists and dicts in shared memory: they read as what was frozen, in every process."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Images that transforms read where the dataset has them, with the bits of gathered batches."""
 
-from __future__ import annotations
-
 import gc
 from collections import namedtuple
 from collections.abc import Callable, Iterator

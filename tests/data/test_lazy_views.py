@@ -1,7 +1,5 @@
 """Lazily negated and conjugated tensors, of which the memory holds other elements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches live as long as somebody has them, and threads no longer than the epoch."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tensors of a dataset that torch moves, shares, or takes away, while an epoch over them runs."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

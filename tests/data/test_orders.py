@@ -1,7 +1,5 @@
 """Orders of any length: no memory and no time for what is not asked for yet; KeyedSampler."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """An epoch that is taken up again gives the rest of its batches, and the epochs after it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """States that no loader has made: an error that says what is wrong, and the loader as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

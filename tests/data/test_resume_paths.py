@@ -3,8 +3,6 @@
 Runs without interruption are compared with what new loaders make of the states in their middle.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

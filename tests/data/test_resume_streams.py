@@ -1,7 +1,5 @@
 """Samplers and streams that are hard to take up again: draws in two steps, epochs that are left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

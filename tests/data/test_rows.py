@@ -1,7 +1,5 @@
 """Large tensors of samples are copied into the batch at once, where nobody can see a difference."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable

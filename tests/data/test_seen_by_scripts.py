@@ -1,7 +1,5 @@
 """What a script can ask of a loader, its iterators and warnings is what torch's answer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A dataset's set_epoch reaches its copies in persistent workers before the next epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """skip_errors=: samples that raise are left out of their batch, counted and named."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator

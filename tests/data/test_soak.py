@@ -3,8 +3,6 @@
 In a process of its own: one with free memory on its heap would hide what is lost.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

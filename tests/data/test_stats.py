@@ -1,7 +1,5 @@
 """What a loader tells of its own speed."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What the array path does not take is torch's own, and the loader says why and copies nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy

@@ -1,7 +1,5 @@
 """DataLoader(transforms=...): on both paths, and after a resume in the middle of an epoch."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

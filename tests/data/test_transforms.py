@@ -1,7 +1,5 @@
 """Transforms of batches: the bits of the same, done one after another in plain torch."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import pickle

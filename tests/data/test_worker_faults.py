@@ -1,7 +1,5 @@
 """Whatever goes wrong with worker processes is an error or a clean end soon, and leaves nothing."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """Worker processes: torch's batches, through shared memory that is used again."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """The same loader twice, torch's and ours, and what comes of them."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

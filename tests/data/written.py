@@ -1,7 +1,5 @@
 """Files of every format with the same rows, as field "x" or alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A GradScaler on a fake device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ extension finds it loaded. A claiming tensor is a `torch.Tensor` whose type has 
 answers with another device; torch itself goes on computing on the CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

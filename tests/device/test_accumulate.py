@@ -1,7 +1,5 @@
 """fp32 sums of low-precision gradients on a CUDA device: odd layouts, errors, and a window."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

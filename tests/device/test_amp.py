@@ -1,7 +1,5 @@
 """The AMP chain on a CUDA device: scaling, skipping, clipping, without a look at the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

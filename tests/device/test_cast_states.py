@@ -1,7 +1,5 @@
 """States of other types than torch makes, on a CUDA device: the bits of the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

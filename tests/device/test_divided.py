@@ -5,8 +5,6 @@ moves them on torch's own streams. A DTensor asks C++ where its part lies, which
 claim of the part, so Python's answer is replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

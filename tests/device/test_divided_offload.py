@@ -3,8 +3,6 @@
 fully_shard cannot run here, so gradients are set as it leaves them: see test_divided.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Each costs the host 0.05 to 3 µs. What is short goes with the launches, so that
 between two kernels of backward.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What goes wrong between Python and the device: a clear error, and a next step that works."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

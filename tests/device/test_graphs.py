@@ -1,7 +1,5 @@
 """Steps captured into a CUDA graph and replayed."""
 
-from __future__ import annotations
-
 import torch
 
 import faststep

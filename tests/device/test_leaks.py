@@ -1,7 +1,5 @@
 """References and memory of what works on a CUDA device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

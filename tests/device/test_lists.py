@@ -1,7 +1,5 @@
 """Clipping and norms of gradients on a CUDA device: the bits of the CPU, or torch's own way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

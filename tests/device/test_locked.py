@@ -1,7 +1,5 @@
 """Batches of worker processes for a late device: copied from blocks that are page-locked."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

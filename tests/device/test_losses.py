@@ -1,7 +1,5 @@
 """The cross-entropy on a CUDA device: references, memory, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """offload() of CUDA parameters, on a device whose streams run as late as they may."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

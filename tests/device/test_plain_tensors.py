@@ -3,8 +3,6 @@
 All of a process claim to lie on the device here, as a type is looked at once.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from optim.declarations import ALL

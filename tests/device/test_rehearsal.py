@@ -1,7 +1,5 @@
 """What runs the tests of tests/gpu on real hardware, on the fake machine."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Tensors that are saved on the CPU, from a device whose streams run as late as they may."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

@@ -1,7 +1,5 @@
 """Sharded steps on the fake device, against the fused optimizer on the same mean gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

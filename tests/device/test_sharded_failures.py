@@ -1,7 +1,5 @@
 """Backward passes that fail on the fake device, on one rank or on all."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Loops over a sharded model on the fake device: scalers, accumulation, state dicts, DDP."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import copy

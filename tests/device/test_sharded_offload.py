@@ -1,7 +1,5 @@
 """shard(offload="optimizer") on the fake device: the bits of the same without, and of the host."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Optimizers on a CUDA device: from Python to the kernels, the bits of the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

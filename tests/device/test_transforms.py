@@ -1,7 +1,5 @@
 """Transforms of images on a CUDA device: the bits of the CPU, in one launch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

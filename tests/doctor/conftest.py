@@ -1,7 +1,5 @@
 """Runs of scripts by the doctor, forked from one process for each kind of sandbox."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import time

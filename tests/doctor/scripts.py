@@ -1,7 +1,5 @@
 """Scripts with one cause each, scripts that only look odd, and how to run one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

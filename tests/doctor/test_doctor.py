@@ -1,7 +1,5 @@
 """``python -m faststep doctor``: whole answers, and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

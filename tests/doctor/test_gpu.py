@@ -1,7 +1,5 @@
 """What is said of a GPU's settings, from a fake NVML and fake properties of torch."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

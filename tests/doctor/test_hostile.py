@@ -1,7 +1,5 @@
 """Scripts that fork, hang, fail or leave processes: what is said of them, and what is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

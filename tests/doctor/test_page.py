@@ -1,7 +1,5 @@
 """The doctor's page as a browser shows it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections import Counter

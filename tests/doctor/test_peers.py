@@ -1,7 +1,5 @@
 """Figures that ranks tell each other, as long as there is a store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The phase that a stack says, from within it."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -3,8 +3,6 @@
 Here the doctor looks at one run of each. `test_doctor.py` has it try remedies.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`faststep.profile()`: phases, steps and lines of a block."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scripts in a sandbox without namespaces see what they would see without one."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Remedies that are tried in runs of their own: what they do to a script's memory and losses."""
 
-from __future__ import annotations
-
 import ctypes.util
 import json
 import sys

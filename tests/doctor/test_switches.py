@@ -1,7 +1,5 @@
 """What the doctor turns on and off between steps, what it measures of a machine, what it says."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

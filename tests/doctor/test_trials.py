@@ -1,7 +1,5 @@
 """Which remedies are repeated, when they are proven, and what is kept of them."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

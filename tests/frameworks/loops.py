@@ -1,7 +1,5 @@
 """The training loops of accelerate and Lightning, as their users write them, on tiny models."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What two ranks do, started by torchrun: every case's largest difference, or its error."""
 
-from __future__ import annotations
-
 import datetime
 import pickle
 import sys

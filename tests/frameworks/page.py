@@ -1,7 +1,5 @@
 """The code of docs/frameworks.md, run with the names that its reader has."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stands in for torchvision, which has no CPU build here, when timm is imported."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

@@ -1,7 +1,5 @@
 """The loops of the frameworks in one process, against the same loops with torch's optimizer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

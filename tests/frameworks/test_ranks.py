@@ -1,7 +1,5 @@
 """DDP and FSDP2 of accelerate and Lightning, on two ranks that torchrun starts."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Scripts with accelerate, Lightning and Trainer, and loops without them, under the doctor."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

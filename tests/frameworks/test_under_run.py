@@ -1,7 +1,5 @@
 """Scripts with accelerate, Lightning and Trainer under `faststep run`: plain torch's losses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """timm's factory makes torch's AdamW and ours; run in a process of its own, for the stand-in."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

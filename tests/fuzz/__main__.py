@@ -1,7 +1,5 @@
 """python -m fuzz: runs cases in a child, and saves what it takes to repeat those that fail."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

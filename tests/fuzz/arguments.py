@@ -1,7 +1,5 @@
 """Makes good arguments bad: of another type, hostile, too many, too few, too large."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

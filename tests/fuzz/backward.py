@@ -1,7 +1,5 @@
 """Calls of ReleaseHook, which works in backward."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of Slots, Gather and Arena, in odd orders and with hostile arguments."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs cases: the part of the fuzzer that may crash."""
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """Calls of the functions of faststep._C for the loader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

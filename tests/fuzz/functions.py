@@ -1,7 +1,5 @@
 """Calls of the functions on tensors; results are compared with torch where they are clear."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

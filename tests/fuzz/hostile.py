@@ -4,8 +4,6 @@ Each calls `act()` first, which does whatever the case at hand says: raise, chan
 references, collect garbage, call the extension again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of Offload, whose threads copy and update what it was told of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

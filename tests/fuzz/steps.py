@@ -1,7 +1,5 @@
 """Calls of Plan, in odd orders and with hostile arguments."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

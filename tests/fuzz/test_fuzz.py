@@ -1,7 +1,5 @@
 """Some cases of the fuzzer from a fixed seed, and a look at the fuzzer itself."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

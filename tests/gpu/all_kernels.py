@@ -4,8 +4,6 @@
 `--every 5` it takes one in five of the optimizers' cases, under a tool that is slow.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

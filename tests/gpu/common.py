@@ -1,7 +1,5 @@
 """The same run on the CPU and on a CUDA device, side by side."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

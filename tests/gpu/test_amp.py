@@ -1,7 +1,5 @@
 """The AMP chain on the device: right, and without ever waiting for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import methodcaller
 from typing import Any

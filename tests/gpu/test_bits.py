@@ -1,7 +1,5 @@
 """Bits: what the kernels compute is what the CPU backend computes."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

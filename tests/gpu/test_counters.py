@@ -1,7 +1,5 @@
 """Hardware counters of our kernels by Nsight Compute: memory and issue utilisation, and stalls."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """States in codes of 8 bits on the device: the bits of the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

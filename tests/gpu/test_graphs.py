@@ -1,7 +1,5 @@
 """Steps captured into CUDA graphs and replayed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

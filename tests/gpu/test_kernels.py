@@ -1,7 +1,5 @@
 """The kernels of every architecture, and those of the devices that are here."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Clipping and norms: the bits of the CPU backend, and the values of torch's CUDA kernels."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

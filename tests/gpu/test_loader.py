@@ -3,8 +3,6 @@
 In a rehearsal copies are done at once; tests/device/test_prefetch.py has the late ones.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from typing import Any

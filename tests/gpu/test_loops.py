@@ -4,8 +4,6 @@ The same model sees the same batches. Losses agree to rounding, and our loop nev
 device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

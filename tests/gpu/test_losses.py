@@ -1,8 +1,6 @@
 """The cross-entropy: the bits of the CPU backend in two launches, and torch's results; without
 waiting."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

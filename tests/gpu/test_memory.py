@@ -1,7 +1,5 @@
 """Tensors of more than 2^31 elements, and device memory that comes back."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """The hardware's reciprocals and roots over all mantissas, and what the kernels make of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -5,8 +5,6 @@ A launch that ends with no last block, or with two, or that reads a partial resu
 another norm or none. The ticket that counts blocks must be 0 again after each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ In a rehearsal AddressSanitizer and UBSan look at the simulator's kernels. The s
 finds barriers that are missed, and tests/c/test_threads_cuda.c finds races.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ A single rank takes the ordinary fused step. Here it shards with itself, so that
 called: each rank's slice is everything.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib
 from collections.abc import Iterator

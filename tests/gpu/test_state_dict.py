@@ -1,7 +1,5 @@
 """State dicts on the device, to and from torch's fused optimizers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Side streams, other devices, and gradients that move."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

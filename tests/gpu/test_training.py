@@ -1,8 +1,6 @@
 """Loops whose gradients autograd gives: updates in backward, and windows of micro-steps. The host
 is given the same gradients."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Transforms of images: the bits of the CPU backend, and nothing is waited for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ own is its count of allocated blocks, and every argument must end with the refer
 A public function without a case fails the suite.
 """
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import functools

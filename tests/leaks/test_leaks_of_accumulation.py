@@ -1,7 +1,5 @@
 """Windows, installed hooks and their removal keep no memory and no references."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers, scalers and clipping keep no memory and no references over many steps."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

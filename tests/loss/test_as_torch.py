@@ -1,7 +1,5 @@
 """What a script may do beside and between forward and backward: the cross-entropy is torch's."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

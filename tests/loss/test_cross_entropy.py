@@ -1,7 +1,5 @@
 """faststep.nn.functional.cross_entropy against torch's."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import types

@@ -1,7 +1,5 @@
 """What the loops may cost: tests/cuda/budgets.json, against what was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The control flow of a kernel: basic blocks, natural loops, and the ways through a loop."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

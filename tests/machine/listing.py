@@ -4,8 +4,6 @@ An instruction has 16 bytes. Bits 105 to 125 are for the warp's scheduler: which
 the instruction sets until its result is there, and for which ones it waits.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

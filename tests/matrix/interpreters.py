@@ -1,7 +1,5 @@
 """The CPythons of this machine that a wheel of the stable ABI runs on."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

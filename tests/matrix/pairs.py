@@ -5,8 +5,6 @@ made: torch's wheels are a gigabyte each, two gigabytes when unpacked. Logs stay
 Exits with 1 where a test failed, and where what could be had could not be tested.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

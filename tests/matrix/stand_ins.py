@@ -7,8 +7,6 @@ torch takes from it: each function returns 100, which is CUDA's "no device" and 
 other libraries. Needs a C compiler and binutils. Libraries that this machine has are left alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """The table of docs/compatibility.md: a row for each pair of torch and CPython."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

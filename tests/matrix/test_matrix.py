@@ -1,7 +1,5 @@
 """What `make matrix` is made of, without a download."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Blocks that are computed again in backward, so that a step stays within a limit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

@@ -3,8 +3,6 @@
 Each program runs in a process of its own: what is kept belongs to a whole process.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Tensors that are saved on the CPU: a script sees what it sees with torch's class."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import random

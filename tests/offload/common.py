@@ -1,7 +1,5 @@
 """A model of odd parameters, and training runs with and without offload that must agree in bits."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

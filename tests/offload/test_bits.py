@@ -1,7 +1,5 @@
 """offload(): the bits of the step without it, whatever is stored, clipped, scaled or added up."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Collectives of torch.distributed move no version counters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The simulated link lets a copy begin 30 ms after its gradient has arrived. Addre
 threads that use memory of before.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re

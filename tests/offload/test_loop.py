@@ -1,7 +1,5 @@
 """offload() in a loop that is not plain: state dicts, groups, late parameters, faults, forks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Models on which something acts in the middle of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers shared by the optimizer tests."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One declaration per optimizer; every test that runs over optimizers reads this table."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field

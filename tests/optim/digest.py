@@ -5,8 +5,6 @@
 prints the instruction set in use, then lines of `optimizer options dtype sha256`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Parameters and gradients in every memory layout that an optimizer may meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ to be fast.  `state` is a dict that is empty before the first step.  `h` holds t
 hyper-parameters of the group under torch's names.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

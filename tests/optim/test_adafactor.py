@@ -1,7 +1,5 @@
 """Adafactor against torch's, value by value, and in all that its class takes over."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

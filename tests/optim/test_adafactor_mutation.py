@@ -1,7 +1,5 @@
 """What scripts do to tensors between steps: Adafactor must see it where it recognizes tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """found_inf and grad_scale: the contract between a GradScaler and a fused optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

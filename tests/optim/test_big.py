@@ -4,8 +4,6 @@ A large mapping repeats one block of physical memory: every block but the last i
 so a tensor of 4 GiB can be read and written for the price of two blocks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Steps that torch's classes make for ours, or refuse: sparse, complex, differentiable ones."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """max_grad_norm: clipping inside the step, its norm, and what it says of skipped steps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

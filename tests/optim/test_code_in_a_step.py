@@ -4,8 +4,6 @@ Whatever it drops or replaces, a parameter must be as it was or have taken its o
 with another tensor's values.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torch.compile around the model or around the whole step; closures that run several times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Threads, processes and instruction sets: none of them may change a bit."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Constructors, groups and errors: what torch's class of the same name does, ours does too."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

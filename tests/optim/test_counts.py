@@ -4,8 +4,6 @@ Calls of Python and bytes of its memory must not grow with the parameters, and p
 parallel region each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A state that lacks a part is an error, as torch's loop has it, and no first step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Each format of states and masters with torch's options, odd tensors, closures and threads."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

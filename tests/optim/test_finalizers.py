@@ -5,8 +5,6 @@ allocated, in C too. Whatever such code drops or replaces, a parameter must be a
 taken its own step, never one with another tensor's values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

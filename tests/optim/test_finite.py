@@ -1,7 +1,5 @@
 """No finite gradient makes a parameter infinite or NaN where torch's class keeps a number."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """State dicts of bitsandbytes and FlashOptim, built here by the formulas of their formats."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The wrapping of `step`, and who sees it; tests/oracle compares hooks and closures."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Generated shapes, strides, values and hyper-parameters, against torch's for-loop."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

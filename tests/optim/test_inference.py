@@ -1,7 +1,5 @@
 """Tensors made in inference mode are written there only, as torch has it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The conversion is written here without that of the package, a block at a time.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

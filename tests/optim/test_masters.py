@@ -1,7 +1,5 @@
 """master_weights=True in one process, against fp32 copies that are stepped and rounded."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

@@ -1,7 +1,5 @@
 """What scripts do to tensors between steps: a cached plan must see every one of these."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Lazily negated views, of which the memory holds the opposite signs: the bits of resolved ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What only some optimizers have: states that do not begin as zeros, and torch's own classes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

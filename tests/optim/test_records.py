@@ -1,7 +1,5 @@
 """Steps that recognize unchanged tensors by torch's records: see faststep/_torch/records.py."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """master_weights="remainder16": a bf16 parameter with the other half of its master."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """rounding="stochastic": states against a twin rounded by a Philox of its own, and their means."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -4,8 +4,6 @@ Each step is compared with one fp64 step from the same start (what the arithmeti
 the whole run with torch's class (what a user would have got).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

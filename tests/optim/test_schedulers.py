@@ -1,7 +1,5 @@
 """Every learning-rate scheduler of torch drives our optimizers as it drives torch's."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

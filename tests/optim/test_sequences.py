@@ -1,7 +1,5 @@
 """Random sequences of steps and of what scripts do between them: no stale pointer survives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small states lie side by side in blocks; nothing else may tell them from tensors of their own."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

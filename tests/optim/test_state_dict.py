@@ -1,7 +1,5 @@
 """Checkpoints: interchange with torch in the middle of training, and our own continuation."""
 
-from __future__ import annotations
-
 import copy
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """state_dtype: against a twin whose states are rounded by hand after each step."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """States of other types than torch makes: a step goes on with them, with torch's numbers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """What few scripts do and torch takes: the same here, and the same errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

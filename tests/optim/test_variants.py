@@ -1,7 +1,5 @@
 """Hyper-parameters, tensor sizes and torch's other implementations, beyond the runner's product."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors without memory, and TorchDispatchModes, which see torch's operators alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 With torch's names the same program is run under `python -m faststep run`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Scripts with accelerate and Lightning, where they are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

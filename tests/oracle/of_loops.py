@@ -1,7 +1,5 @@
 """Scripts of training loops: averages, SAM, Lookahead, schedulers, data."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

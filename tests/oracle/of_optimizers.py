@@ -1,7 +1,5 @@
 """Scripts with an optimizer alone: states, groups, errors, and what its step calls."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Scripts with a GradScaler: hooks, own steps and patches see what torch's scaler shows."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

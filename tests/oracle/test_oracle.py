@@ -1,7 +1,5 @@
 """The same scripts with torch, with the imports swapped, and under `run` see the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

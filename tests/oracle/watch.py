@@ -1,7 +1,5 @@
 """What a script can observe, as values that JSON holds."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """How the tests of this folder run a script."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a script can see of an optimizer that `run` made, beside what torch's shows."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

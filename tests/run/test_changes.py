@@ -1,7 +1,5 @@
 """Switches of ``faststep run`` that change precision, layout, compilation and windows of steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`run --live` and `run --log`: figures of real scripts, which end as without."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.util

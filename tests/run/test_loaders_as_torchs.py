@@ -1,7 +1,5 @@
 """What a script can see of loaders, scalers and losses under `run`, beside what torch's show."""
 
-from __future__ import annotations
-
 import pytest
 
 from conftest import Run

@@ -1,7 +1,5 @@
 """`faststep run`: scripts see torch's classes, get faststep's objects, and end as under Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`run` puts faststep's cross-entropy in the place of torch's."""
 
-from __future__ import annotations
-
 from conftest import Run
 
 SCRIPT = """

@@ -1,7 +1,5 @@
 """How many threads `faststep run` lets torch have."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

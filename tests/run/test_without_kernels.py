@@ -1,7 +1,5 @@
 """Optimizers of CUDA parameters on a machine without usable kernels: they stay torch's."""
 
-from __future__ import annotations
-
 from conftest import Run
 from programs import Programs
 

@@ -1,7 +1,5 @@
 """Sharded models, and plain tensors that an optimizer must treat in the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """accumulate on sharded parameters: right, or an error that names one."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms of gradients of which each rank has a part: those of all parts, by one small collective."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

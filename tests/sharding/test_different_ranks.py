@@ -3,8 +3,6 @@
 torch's functions wait until the timeout where a rank has no gradient at all.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory of an optimizer is freed with its last reference, without the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FullyShardedDataParallel (FSDP1): a step that clips or scales knows of all ranks' parts."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and loops that FSDP2's users write, with torch's optimizer and with ours."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable

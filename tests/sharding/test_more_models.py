@@ -1,7 +1,5 @@
 """Compiled models, groups of some ranks only, and several dtypes in one optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

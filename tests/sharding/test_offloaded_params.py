@@ -1,7 +1,5 @@
 """What was trained before goes on at stage 3, with states or parameters in host memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

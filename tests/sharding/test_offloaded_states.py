@@ -1,7 +1,5 @@
 """`faststep.offload` of parameters that are DTensors: what holds without it, once more."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Optimizers of parameters that are DTensors: the bits of a step on the plain local shards."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

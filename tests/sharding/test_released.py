@@ -1,7 +1,5 @@
 """Gradient release with models of fully_shard: the bits of a step after backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

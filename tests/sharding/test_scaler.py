@@ -1,7 +1,5 @@
 """Loss scaling of sharded parameters: an overflow on one rank makes all ranks skip the step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

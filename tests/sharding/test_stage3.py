@@ -1,7 +1,5 @@
 """`shard(stage=3)`: torch's fully_shard under an optimizer that exists already."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

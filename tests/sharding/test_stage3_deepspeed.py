@@ -1,7 +1,5 @@
 """A configuration of DeepSpeed for stage 3, beside plain torch with the same settings."""
 
-from __future__ import annotations
-
 import pytest
 
 from ranks import on_ranks

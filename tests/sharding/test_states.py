@@ -1,7 +1,5 @@
 """States of sharded parameters: torch's checkpoints, from torch's optimizers to ours and back."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import tempfile

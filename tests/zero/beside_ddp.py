@@ -2,8 +2,6 @@
 
 `FASTSTEP_RANKS="2 3 4"` runs every script on as many ranks; on 2 alone without it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

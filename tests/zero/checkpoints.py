@@ -1,7 +1,5 @@
 """Sharded optimizers beside plain ones, saved and loaded by torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models whose gradients are given, and what one process does with the mean over the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager

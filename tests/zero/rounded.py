@@ -1,7 +1,5 @@
 """One process that keeps fp32 parameters and rounds them, beside a run with masters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

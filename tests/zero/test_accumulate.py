@@ -1,7 +1,5 @@
 """faststep.accumulate with a sharded optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """One process, with or without a process group: the ordinary fused optimizer."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

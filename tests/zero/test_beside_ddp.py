@@ -1,7 +1,5 @@
 """What a wrapper, several optimizers, hooks and Join do, in every way of `beside_ddp`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

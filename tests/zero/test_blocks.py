@@ -1,7 +1,5 @@
 """`shard(stage=3)`: which modules it shards by default, and several optimizers over one model."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings

@@ -1,7 +1,5 @@
 """State dicts of sharded optimizers, saved and loaded at other numbers of ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

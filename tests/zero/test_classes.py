@@ -1,7 +1,5 @@
 """Every class of elementwise optimizers, sharded at each stage, beside DDP with torch's class."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

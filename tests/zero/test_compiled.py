@@ -1,7 +1,5 @@
 """Compiled models, at stages 1 and 2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

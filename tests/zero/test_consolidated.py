@@ -3,8 +3,6 @@
 What `consolidate` refuses and takes is in tests/cli/test_consolidate.py.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sharded optimizers and torch.distributed.checkpoint: saved on N ranks, loaded on M."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

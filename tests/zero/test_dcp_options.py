@@ -1,7 +1,5 @@
 """Sharded optimizers and torch.distributed.checkpoint: whole states, other stages, and errors."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

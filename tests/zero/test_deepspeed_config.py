@@ -1,7 +1,5 @@
 """Configurations of DeepSpeed, beside plain torch with the same settings; errors name the key."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

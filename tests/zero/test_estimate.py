@@ -1,7 +1,5 @@
 """The memory that `estimate` counts, beside what ranks measure."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

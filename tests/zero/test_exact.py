@@ -1,7 +1,5 @@
 """Sharded steps against the fused optimizer of one process that gets the same mean gradients."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that fail: the others say which parameters they waited for, and do not hang."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

@@ -1,7 +1,5 @@
 """States in int8, remainders and stochastic rounding at each stage: the bits of one process."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

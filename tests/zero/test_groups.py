@@ -1,8 +1,6 @@
 """Parameter groups that a script changes while it trains, and parameters that it freezes and
 unfreezes, in every way of `beside_ddp`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a script does between `shard` and a step that could change an update without a message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

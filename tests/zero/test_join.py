@@ -1,7 +1,5 @@
 """torch.distributed.algorithms.Join: ranks whose data end at other times."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

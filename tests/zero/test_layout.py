@@ -1,7 +1,5 @@
 """The arithmetic of buckets and slices, without ranks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole training loops on several ranks: scalers, accumulation, misuse, volume."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """master_weights=True against one process that keeps fp32 parameters and rounds them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Masters that move between one process and shards in mid-training."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

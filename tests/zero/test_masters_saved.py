@@ -1,7 +1,5 @@
 """Checkpoints of runs with master_weights=True, and of runs without, loaded by each other."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Sequence

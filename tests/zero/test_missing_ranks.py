@@ -1,7 +1,5 @@
 """Calls that all ranks must make, made by some of them: an error soon, and training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a script can do wrong, ranks that differ, and models with odd parameters."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import sys

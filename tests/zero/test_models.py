@@ -1,7 +1,5 @@
 """Several sharded models in one process, and what they must not do to each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

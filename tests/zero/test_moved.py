@@ -1,7 +1,5 @@
 """Parameters whose memory a script exchanges or shares, against one process that does the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

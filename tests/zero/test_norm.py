@@ -1,7 +1,5 @@
 """Sums of squares per chunk, and their fold, without ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

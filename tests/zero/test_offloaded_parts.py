@@ -1,7 +1,5 @@
 """shard(stage=3, offload="optimizer"): the bits of the same shard() without it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

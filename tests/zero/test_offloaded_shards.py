@@ -1,7 +1,5 @@
 """shard(offload="optimizer"): the bits of the same shard() without it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

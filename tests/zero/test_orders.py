@@ -1,7 +1,5 @@
 """Backward passes in which ranks reach parameters in different orders, or several times."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

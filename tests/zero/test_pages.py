@@ -1,7 +1,5 @@
 """Memory of buckets, which goes back to the system."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Gradients are small whole numbers, so sums and means are exact in any order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Sharded gradients that a script reads, clips, changes and replaces, beside those of DDP."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import time

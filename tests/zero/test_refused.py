@@ -1,7 +1,5 @@
 """What `shard` refuses before it changes anything, and what ranks have in common after it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """replicate_group: slices inside a node, and equal slices in every node."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

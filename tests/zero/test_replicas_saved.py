@@ -1,7 +1,5 @@
 """Checkpoints of two nodes of two ranks, loaded at other numbers of ranks."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

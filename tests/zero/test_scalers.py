@@ -1,7 +1,5 @@
 """GradScalers of torch and of faststep: an inf on one rank skips the step on all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

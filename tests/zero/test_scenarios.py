@@ -1,8 +1,6 @@
 """Gradients that a script clips, keeps and hooks, and what no stage can do, in every way of
 `beside_ddp`; and the refusals of all its scripts."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from pathlib import Path

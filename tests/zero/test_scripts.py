@@ -1,7 +1,5 @@
 """Models and loops as people write them, in every way of `beside_ddp`."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

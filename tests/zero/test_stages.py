@@ -1,7 +1,5 @@
 """What comes after `shard`, or differs between ranks, at stages 1, 2 and 3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

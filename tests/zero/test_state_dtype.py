@@ -1,7 +1,5 @@
 """state_dtype at each stage: the bits of one process with the same gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

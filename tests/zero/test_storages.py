@@ -1,7 +1,5 @@
 """What copies, saves, sends or resizes parameters finds one in each Storage, beside torch's own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

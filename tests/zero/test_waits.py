@@ -1,7 +1,5 @@
 """gather="forward": what a forward waits for, and when."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models inside DistributedDataParallel, with its options, against what it does alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any
