@@ -22,10 +22,11 @@ AGAIN = {
     "test_accumulation": "windows windows_by_model windows_that_fail in_float32",
     "test_clipping": "in_the_step several_meshes on_one_rank_only sums_that_wait watched",
     "test_different_ranks": "scaled step_that_fails_on_one_rank",
-    "test_fsdp2_models": "frozen_inside frozen_across unused clipped accumulated kept_state_dict",
+    "test_fsdp2_models": "frozen_inside frozen_across unused mixed_precision accumulated "
+    "kept_state_dict",
     "test_freed": "freed",
     "test_more_models": "compiled several_dtypes",
-    "test_optimizers": "fsdp2 mixed_precision offloaded tensor_parallel sequence_parallel "
+    "test_optimizers": "fsdp2 offloaded tensor_parallel sequence_parallel "
     "other_placements states_with_other_placements several_meshes changed_between_steps",
     "test_scaler": "overflow_on_one_rank flags_that_differ",
     "test_states": "optimizer_state_dicts of_one_process remainders saved_to_files own_state_dicts",
