@@ -318,11 +318,17 @@ def test_a_backward_that_raises_leaves_the_next_step_right() -> None:
 
 
 def test_a_fork_while_gradients_are_copied() -> None:
-    """The child has no threads: its copy of the optimizer goes, and the parent's step is right."""
+    """The child has no threads: its step changes nothing, its copy of the optimizer goes, and the
+    parent's step is right."""
     found = []
     for offloads in (True, False):
         model, optimizer, handle = made(offloads)
-        model().backward()
+        for _ in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            model().backward()
+        counters = [state["step"] for state in optimizer.state.values()]
+        versions = [param._version for param in model.parameters()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             child = os.fork()
@@ -332,6 +338,8 @@ def test_a_fork_while_gradients_are_copied() -> None:
                 if handle is not None:
                     with pytest.raises(RuntimeError, match="before a fork"):
                         optimizer.step()
+                    assert versions == [param._version for param in model.parameters()]
+                    assert all(counter == 1 for counter in counters)
                 del optimizer, handle
                 gc.collect()
                 code = 0

@@ -22,6 +22,17 @@ fst_offload *fst_offload_of(PyObject *object)
     return ((offload_object *)object)->offload;
 }
 
+int fst_offload_check_process(PyObject *object)
+{
+    if (fst_engines_are_here(fst_offload_engines(fst_offload_of(object))))
+        return 0;
+    PyErr_SetString(
+        PyExc_RuntimeError,
+        "this optimizer was offloaded before a fork, and its threads are in the parent: "
+        "offload it in the process that trains");
+    return -1;
+}
+
 PyObject *fst_step_offload(PyObject *object, PyObject *offload)
 {
     fst_step_plan *self = (fst_step_plan *)object;
@@ -36,23 +47,11 @@ PyObject *fst_step_offload(PyObject *object, PyObject *offload)
     return Py_NewRef(Py_None);
 }
 
-/* Whether the threads are there: 0, or -1 with a RuntimeError. */
-static int check_process(const offload_object *self)
-{
-    if (fst_engines_are_here(fst_offload_engines(self->offload)))
-        return 0;
-    PyErr_SetString(
-        PyExc_RuntimeError,
-        "this optimizer was offloaded before a fork, and its threads are in the parent: "
-        "offload it in the process that trains");
-    return -1;
-}
-
 /* Begins a call that needs the parameters as they are; end_call() ends it. Returns 0, or -1 with a
  * RuntimeError. */
 static int begin_call(offload_object *self)
 {
-    if (check_process(self))
+    if (fst_offload_check_process((PyObject *)self))
         return -1;
     if (self->setting) {
         PyErr_SetString(PyExc_RuntimeError, "the parameters of this Offload are being set");
@@ -77,7 +76,8 @@ static PyObject *offload_set(PyObject *object, PyObject *args)
     PyObject *list;
     int device = FST_HOST;
     Py_ssize_t stream = 0; /* its address */
-    if (!PyArg_ParseTuple(args, "O|in", &list, &device, &stream) || check_process(self))
+    if (!PyArg_ParseTuple(args, "O|in", &list, &device, &stream) ||
+        fst_offload_check_process(object))
         return NULL;
     home.stream = (void *)stream;
     if (device != FST_HOST && !(home.gpu = fst_gpu_context_get(device, &status)))
@@ -264,7 +264,7 @@ static PyObject *offload_begin(PyObject *object, PyObject *unused)
 static PyObject *offload_pace(PyObject *object, PyObject *args)
 {
     double in, out;
-    if (!PyArg_ParseTuple(args, "dd", &in, &out) || check_process((offload_object *)object))
+    if (!PyArg_ParseTuple(args, "dd", &in, &out) || fst_offload_check_process(object))
         return NULL;
     if ((in != 0.0 && !(in >= SLOWEST)) || (out != 0.0 && !(out >= SLOWEST))) {
         PyErr_SetString(PyExc_ValueError, "expected 0, or at least 10000 bytes per second");
@@ -278,7 +278,7 @@ static PyObject *offload_busy(PyObject *object, PyObject *unused)
 {
     uint64_t busy[FST_ENGINES];
     (void)unused;
-    if (check_process((offload_object *)object))
+    if (fst_offload_check_process(object))
         return NULL;
     fst_engines_busy(fst_offload_engines(fst_offload_of(object)), busy);
     return Py_BuildValue("ddd", (double)busy[FST_ENGINE_IN] * 1e-9,

@@ -191,6 +191,8 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
                         "this optimizer is stepping already, in another thread");
         return NULL;
     }
+    if (self->offload && fst_offload_check_process(self->offload))
+        return NULL;
     self->busy = 1;
     if (!fst_groups_parse(module, self, specs) && !learn_kind(self, &options) &&
         !fst_groups_learn_types(&module->tensors, options.scalars)) {

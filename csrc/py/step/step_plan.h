@@ -259,6 +259,10 @@ PyObject *fst_step_offload(PyObject *object, PyObject *offload);
 /* What an Offload's threads work on. */
 fst_offload *fst_offload_of(PyObject *object);
 
+/* Whether the threads are there, and nobody holds their lock for ever: 0, or -1 with a
+ * RuntimeError in a forked child. */
+int fst_offload_check_process(PyObject *object);
+
 /* Runs the passes for the host's part (host_step.c). Returns 0, or -1 with a Python error. */
 int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,
                   fst_step_outcome *outcome);
