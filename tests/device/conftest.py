@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from faststep import _C
 from faststep._torch.streams import lasts
@@ -36,6 +37,10 @@ def cuda_ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
 def device(machine: fake.Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[late.Late]:
     """torch.cuda as a late device; the test fails if copies keep pinned memory."""
     monkeypatch.setattr(copies, "_copiers", {})
+    sums, flag = fake.claim(torch.zeros(1, dtype=torch.float64)), fake.claim(torch.zeros(()))
+    _C.device_chunk_squares(
+        [fake.claim(torch.ones(1))], None, sums, flag
+    )  # keeps memory for tables
     started = late.start(monkeypatch, machine)
     before = started.living().pinned, started.living().registered
     yield started

@@ -60,7 +60,7 @@ def offload(
         RuntimeError: the optimizer is offloaded or released already.
         NotImplementedError: the optimizer is Adafactor; parameters are those of
             FullyShardedDataParallel, or DTensors beside `model` or `in_backward`; CUDA parameters
-            lie on several devices or with gaps, or `fraction` is less than 1.
+            lie on several devices or with gaps.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
     arXiv:2101.06840.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import _C
@@ -20,7 +22,18 @@ from ..optim.base import FusedOptimizer
 from ..optim.param_shards import CHUNK
 from ..optim.request import Rule
 from .link import Link
-from .places import Place, grad_dtype, held, is_able, is_alike, like_of, mark, states_like
+from .places import (
+    Place,
+    grad_dtype,
+    held,
+    is_able,
+    is_alike,
+    like_of,
+    mark,
+    new_sums,
+    squares_on_device,
+    states_like,
+)
 from .slab import Slab, bytes_of
 
 MOST_THREADS = 256  # that update
@@ -84,6 +97,10 @@ class Copies:
             self._take_in(optimizer, {param: new[param] for param in taken})
         self._ids = ids
 
+    def stays(self, param: Tensor) -> bool:
+        """True for a parameter whose states were left on its CUDA device."""
+        return self.link is not None and param in self._kept
+
     def _takes(self, param: Tensor) -> bool:
         return param.requires_grad or self._arrived is None
 
@@ -145,8 +162,6 @@ class Copies:
             raise NotImplementedError(
                 "offload() takes parameters of one device so far: make an optimizer for each"
             )
-        if self._fraction < 1.0:
-            raise NotImplementedError("offload() takes no fraction of CUDA parameters so far")
         if self.link is None:
             self.link = Link(devices.pop())
 
@@ -188,6 +203,30 @@ class Copies:
         """Let the threads know of parameters that lie elsewhere now."""
         if any(place.told != part_of(param).data_ptr() for param, place in self.places):
             self.tell_threads()
+
+    def measure(
+        self, params: Iterable[Tensor], factor: float, scale: Tensor | None
+    ) -> tuple[float, bool]:
+        """The norm of the gradients times `factor`, 1 / `scale`, and whether they are finite."""
+        pairs = [(param, grad) for param in params if (grad := param.grad) is not None]
+        there = [part_of(grad) for param, grad in pairs if self.stays(param)]
+        sums_there, is_finite = squares_on_device(there, scale)
+        sums, grads = [], []
+        self.settle()
+        for param, grad in pairs:
+            if self.stays(param):
+                sums.append(next(sums_there))
+                continue
+            place = self.places.of(param)
+            grads.append(part_of(grad) if place is None else place.grad)
+            sums.append(new_sums(grads[-1]) if place is None else place.sums)
+            if place is None or place.factor != factor:
+                _C.chunk_squares(grads[-1:], factor, sums[-1])
+            if place is not None:
+                place.factor = factor
+        square = _C.fold_squares(torch.cat(sums)) if sums else 0.0
+        is_finite = square < math.inf or (is_finite and not _C.measure(grads, factor)[1])
+        return math.sqrt(square), is_finite
 
     # ---- waits
 

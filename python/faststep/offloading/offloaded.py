@@ -41,7 +41,6 @@ from .places import (
     is_aligned,
     is_dense,
     mark,
-    new_sums,
     strides_of,
 )
 from .scaled import Scaled, unscale
@@ -124,7 +123,10 @@ class Offload:
             if grad is None:
                 continue
             if place is None:
-                if self._copies.link is not None:
+                if (link := self._copies.link) is not None:
+                    there = self._copies.stays(param) and grad.layout == torch.strided
+                    if there and _C.fusable([part_of(grad)], link.device.index):
+                        continue
                     raise unfit(param, grad)
                 if measures and not is_dense(part_of(grad), strides_of(part_of(param))):
                     return False
@@ -204,7 +206,8 @@ class Offload:
             if request.looks_for_inf and found is not None and not is_finite:
                 found.fill_(1.0)
                 return self._skipped(params, request, norm)
-            request = request._replace(norm=torch.tensor(norm, dtype=torch.float64, device="cpu"))
+            wide = torch.tensor(norm, dtype=torch.float64, device="cpu")
+            request = request._replace(norm=wide, looks_for_inf=False)
         elif request.norm is None:
             self._factor = math.nan
         if params:
@@ -237,22 +240,8 @@ class Offload:
 
     def measure(self, params: list[Tensor], request: StepRequest) -> tuple[float, bool]:
         """The norm of the gradients on this rank, and whether they are finite."""
-        self._factor = factor = inverse_of(request.grad_scale)
-        sums, grads = [], []
-        self._copies.settle()
-        for param in params:
-            place, grad = self._copies.places.of(param), param.grad
-            if grad is None:
-                continue
-            grads.append(part_of(grad) if place is None else place.grad)
-            sums.append(new_sums(grads[-1]) if place is None else place.sums)
-            if place is None or place.factor != factor:
-                _C.chunk_squares(grads[-1:], factor, sums[-1])
-            if place is not None:
-                place.factor = factor
-        square = _C.fold_squares(torch.cat(sums)) if sums else 0.0
-        is_finite = square < math.inf or not _C.measure(grads, factor)[1]
-        return math.sqrt(square), is_finite
+        self._factor = inverse_of(request.grad_scale)
+        return self._copies.measure(params, self._factor, request.grad_scale)
 
     def update(
         self,

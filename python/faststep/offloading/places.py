@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import _C
 from .._torch.dtensor import is_dtensor, like_dtensor, local_of, part_of
 from .._torch.held import NotHeld, hold
 from ..grads.dtensors import LayoutError, align, is_divided_as, wait_for
@@ -120,6 +122,19 @@ def mark(tensor: Tensor) -> tuple[int, int]:
 def new_sums(tensor: Tensor) -> Tensor:
     """Room for the sum of squares of each chunk."""
     return torch.zeros(-(-tensor.numel() // CHUNK), dtype=torch.float64, device="cpu")
+
+
+def squares_on_device(grads: list[Tensor], scale: Tensor | None) -> tuple[Iterator[Tensor], bool]:
+    """Sums of squares of each chunk of gradients on a CUDA device, and whether all are finite."""
+    if not grads:
+        return iter(()), True
+    device, counts = grads[0].device, [len(new_sums(grad)) for grad in grads]
+    sums = torch.empty(sum(counts), dtype=torch.float64, device=device)
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    scale = None if scale is None else scale.to(device)
+    _C.device_chunk_squares(grads, scale, sums, found)
+    parts = sums.cpu().split(counts)  # type: ignore[no-untyped-call]
+    return iter(parts), not bool(found)
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:

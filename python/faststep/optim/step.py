@@ -135,8 +135,10 @@ class Stepper:
             try:
                 rules = plan_step.rules()
                 if request.norm is not None:
-                    known = Scalars(request.grad_scale, request.found_inf, request.norm)
-                    scalars, phase = dict.fromkeys(self.devices, known), Phase.APPLY
+                    known = request.grad_scale, request.found_inf, request.norm
+                    scalars, phase = {}, Phase.APPLY
+                    for device in self.devices:
+                        scalars[device] = Scalars(*(on_device(one, device) for one in known))
                 elif self._divided is not None and request.measures:
                     scalars = self._agree_with_ranks(plan_step, request)
                     return self._applied(plan_step, rules, request, scalars), scalars
