@@ -7,17 +7,11 @@ static void far_elements(fst_dtype dtype, int by_layout)
 {
     const int64_t far = INT64_C(7) << 33;
     const fst_cpu_kernels *cpu = fst_cpu_select(NULL);
-    fst_status status = {0};
     fst_plan plan;
     device d;
     array *a = by_layout ? array_new(dtype, EXPANDED, 5000) : array_new_aligned(dtype, 5000);
     array_fill(a, random_unit);
-    fst_plan_init(&plan, 1);
-    fst_plan_begin(&plan);
-    *fst_plan_add(&plan, a->count, 0, &status) = a->op;
-    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
-    const fst_work work = fst_plan_work(&plan);
-    device_make(&d, &work, 0);
+    device_make_of(&d, &plan, a);
     const uint32_t count = d.chunks[0].count;
     d.chunks[0].begin = far;
     if (by_layout)

@@ -26,16 +26,10 @@ static void steps(fst_dtype dtype, placement how)
 static void norms_and_unscaling(unsigned grid)
 {
     fst_plan plan;
-    fst_status status = {0};
     device d;
     array *a = array_new_aligned(FST_BF16, 50000);
     array_fill(a, random_unit);
-    fst_plan_init(&plan, 1);
-    fst_plan_begin(&plan);
-    *fst_plan_add(&plan, a->count, 0, &status) = a->op;
-    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
-    const fst_work work = fst_plan_work(&plan);
-    device_make(&d, &work, 0);
+    device_make_of(&d, &plan, a);
     for (int i = FST_NORM_SQUARES; i <= FST_NORM_NONZERO; i++) {
         const fst_norm_launch norm = {.tables = d.tables, .kind = i};
         device_launch(&d, "fst_norm", grid, &norm);

@@ -4,6 +4,7 @@
 
 #include "base/device.h"
 #include "common.h"
+#include "core/plan.h"
 #include "simt.h"
 
 typedef struct {
@@ -83,6 +84,18 @@ static inline void device_make(device *d, const fst_work *work, size_t empty)
         .width = work->width,
         .chunk_count = (uint32_t)work->chunk_count,
     };
+}
+
+/* A plan of one list of tensors that holds one array, and its tables. */
+static inline void device_make_of(device *d, fst_plan *plan, const array *a)
+{
+    fst_status status = {0};
+    fst_plan_init(plan, 1);
+    fst_plan_begin(plan);
+    *fst_plan_add(plan, a->count, 0, &status) = a->op;
+    CHECK_INT(fst_plan_seal(plan, 0, 1, &status), FST_OK);
+    const fst_work work = fst_plan_work(plan);
+    device_make(d, &work, 0);
 }
 
 static inline void device_free(device *d)

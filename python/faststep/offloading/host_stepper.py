@@ -60,7 +60,7 @@ class HostStepper(Stepper):
         def measure_part(plan: _C.Plan, part: PlanStep) -> dict[int, Scalars]:
             ready[:] = ready or [self._offload.prepare(request)]
             if ready[0] is None:
-                return self._measure_part(plan, part, request)
+                return self._measure_part(request, plan, part)
             params = [p for some in part.params for p in some if p.grad is not None]
             norm, is_finite = self._offload.measure(params, ready[0])
             found = ready[0].found_inf

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._torch.dtensor import is_dtensor, part_of
+from .._torch.dtensor import any_dtensor, is_dtensor, part_of
 from .._torch.optim import dtypes_of, increment_version
 from .._torch.ranks import world_size
 from ..grads.buckets import reducing_model
@@ -116,7 +116,8 @@ class Offload:
     def _bring_rest(self, optimizer: FusedOptimizer, measures: bool) -> bool:
         """Copy gradients that are not on the host as they are now; False if one cannot be."""
         pairs = [(param, self._copies.places.of(param)) for param in params_of(optimizer)]
-        if not all(is_aligned(param) for param, _ in pairs):
+        divided = any_dtensor([*params_of(optimizer), *grads_of(optimizer)])
+        if divided and not all(is_aligned(param) for param, _ in pairs):
             return False  # the step without offload says why
         for param, place in pairs:
             grad = param.grad

@@ -121,14 +121,18 @@ def mark(tensor: Tensor) -> tuple[int, int]:
 
 def new_sums(tensor: Tensor) -> Tensor:
     """Room for the sum of squares of each chunk."""
-    return torch.zeros(-(-tensor.numel() // CHUNK), dtype=torch.float64, device="cpu")
+    return torch.zeros(_chunks(tensor), dtype=torch.float64, device="cpu")
+
+
+def _chunks(tensor: Tensor) -> int:
+    return -(-tensor.numel() // CHUNK)
 
 
 def squares_on_device(grads: list[Tensor], scale: Tensor | None) -> tuple[Iterator[Tensor], bool]:
     """Sums of squares of each chunk of gradients on a CUDA device, and whether all are finite."""
     if not grads:
         return iter(()), True
-    device, counts = grads[0].device, [len(new_sums(grad)) for grad in grads]
+    device, counts = grads[0].device, [*map(_chunks, grads)]
     sums = torch.empty(sum(counts), dtype=torch.float64, device=device)
     found = torch.zeros((), dtype=torch.float32, device=device)
     scale = None if scale is None else scale.to(device)

@@ -16,7 +16,7 @@ from .. import _C
 from .._devices import HOST, HOST_ONLY
 from .._torch.compiler import disable_dynamo
 from .._torch.fsdp import is_fsdp_shard
-from .._torch.modes import is_watched, watched_by
+from .._torch.modes import watched_by
 from .._torch.optim import is_of_scheduler
 from .._torch.tensors import has_no_memory
 from ..grads.owners import refuse_shared, releasing
@@ -194,10 +194,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if request.max_norm is not None and not self._norm_is_whole:
             refuse_part(self)
             self._norm_is_whole = True
-        reason = None
-        if by_torch or is_watched():
-            reason = watched_by() or "with code of the script"
-        else:
+        reason = watched_by() or ("with code of the script" if by_torch else None)
+        if reason is None:
             try:
                 answer = self._step_by_plan(request)
             except LeftToTorchError as error:

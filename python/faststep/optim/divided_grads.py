@@ -22,6 +22,8 @@ from .request import Rule
 # A rule without states: the plans that measure need none. They apply nothing.
 _NO_RULE = Rule(_C.rules()["sgd"][0], (), False, (0.0,) * 5, False)
 
+MeasurePart = Callable[[_C.Plan, PlanStep], dict[int, Scalars]]
+
 
 class _Part(NamedTuple):
     """A region of an optimizer's parameters, and the plan that measures their gradients.
@@ -47,7 +49,7 @@ class DividedGrads:
         self,
         plan_step: PlanStep,
         device: int,
-        measure_part: Callable[[_C.Plan, PlanStep], dict[int, Scalars]],
+        measure_part: MeasurePart,
     ) -> dict[int, Scalars]:
         """The norm of all gradients and the flag of all ranks, for each device in use.
 

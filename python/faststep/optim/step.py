@@ -10,6 +10,7 @@ which each rank has a part: then the ranks have to agree.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from .. import _C
 from .._devices import HOST, HOST_ONLY, devices_of
 from .._torch.dtensor import learn_dtensors
 from .._torch.optim import increment_version
-from .divided_grads import DividedGrads
+from .divided_grads import DividedGrads, MeasurePart
 from .plan_step import (
     DevicesChangedError,
     DividedError,
@@ -164,23 +165,17 @@ class Stepper:
 
     def _agree_with_ranks(self, plan_step: PlanStep, request: StepRequest) -> dict[int, Scalars]:
         """The norm and the flag of all ranks."""
-
-        def measure_part(plan: _C.Plan, part: PlanStep) -> dict[int, Scalars]:
-            return self._measure_part(plan, part, request)
-
+        measure_part = functools.partial(self._measure_part, request)
         return self._measured_by_ranks(plan_step, self.devices[0], measure_part)
 
     def _measured_by_ranks(
-        self,
-        plan_step: PlanStep,
-        device: int,
-        measure_part: Callable[[_C.Plan, PlanStep], dict[int, Scalars]],
+        self, plan_step: PlanStep, device: int, measure_part: MeasurePart
     ) -> dict[int, Scalars]:
         self._divided = self._divided or DividedGrads()
         return self._divided.measure(plan_step, device, measure_part)
 
     def _measure_part(
-        self, plan: _C.Plan, part: PlanStep, request: StepRequest
+        self, request: StepRequest, plan: _C.Plan, part: PlanStep
     ) -> dict[int, Scalars]:
         """What a plan measures of the gradients of a region."""
         scalars = self._scalars(request, apart=True)
