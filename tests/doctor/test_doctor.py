@@ -223,13 +223,19 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
 
 
 FILES_OF_RANKS = """
-import os, torch
+import contextlib, os, torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, other = dist.get_rank(), 1 - dist.get_rank()
 if rank == 0:
     os.remove("removed")
 os.makedirs(f"made/{rank}")
+for number in range(100):
+    dist.barrier()
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(f"made/by-both{number}")
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"many/{number}")
 with open(f"made/{rank}/text", "w") as file:
     file.write(f"of {rank}")
 with open("both", "a") as file:
@@ -237,7 +243,8 @@ with open("both", "a") as file:
 dist.barrier()
 assert open(f"made/{other}/text").read() == f"of {other}"
 assert sorted(open("both").read()) == ["+", "0", "1"], open("both").read()
-assert not os.path.exists("removed") and sorted(os.listdir()) == ["both", "made", "train.py"]
+assert not os.path.exists("removed")
+assert sorted(os.listdir()) == ["both", "made", "many", "train.py"]
 weight = torch.nn.Parameter(torch.ones(64))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 for step in range(100000):
@@ -255,12 +262,16 @@ def test_ranks_see_each_others_files_without_namespaces(
     (tmp_path / "train.py").write_text(FILES_OF_RANKS)
     (tmp_path / "both").write_text("+")
     (tmp_path / "removed").write_text("is there")
+    (tmp_path / "many").mkdir()
+    for number in range(100):
+        (tmp_path / "many" / str(number)).touch()
     options = ("--minutes", 1.5, "--network", "--only", "denormals")
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = faststep("doctor", *options, "train.py", PATH=str(no_unshare), **ranks)
     assert done.returncode == 0, done.stderr
     assert "A step takes" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "both", "removed"}
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "both", "removed", "many"}
+    assert len(list((tmp_path / "many").iterdir())) == 100
     assert (tmp_path / "both").read_text() == "+"
 
 

@@ -297,16 +297,14 @@ class _Overlay:
         if name is not None and is_folder and takes_folders and self._entries(name):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         if name is None or place != name or not os.path.lexists(place):
-            function(place, *args, **kwargs)
+            function(self._place_of(path, follow=False), *args, **kwargs)  # another may be faster
         elif is_folder != takes_folders:
             number = errno.EISDIR if is_folder else errno.ENOTDIR
             raise OSError(number, os.strerror(number), path)
         self._hide(name)
 
     def _rename(self, function: Any, src: Any, dst: Any, **kwargs: Any) -> None:
-        name, place = self._named(src, follow=False), self._place_of(src, follow=False)
-        if os.path.lexists(place):
-            place = self._writable(src, keeps=True, follow=False)
+        name, place = self._named(src, follow=False), self._writable(src, True, follow=False)
         function(place, self._writable(dst, keeps=True, follow=False), **kwargs)
         self._hide(name)
 
@@ -319,7 +317,8 @@ class _Overlay:
     def _new(self, path: Any) -> Any:
         """The place of a file that is made, or that of one that is in its way."""
         before = self._place_of(path, follow=False)
-        is_there = os.path.lexists(before)
+        with self._directly():
+            is_there = os.path.lexists(before)  # not what another rank has made since
         return before if is_there else self._writable(path, keeps=False, follow=False)
 
     def _scan(self, function: Any, path: Any = ".") -> Any:
