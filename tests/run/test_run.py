@@ -1,5 +1,7 @@
 """`faststep run`: scripts see torch's classes, get faststep's objects, and end as under Python."""
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -329,6 +331,37 @@ def test_modules_packages_and_what_is_not_there(programs: Programs, tmp_path: Pa
         done = programs.run(code, *options, *missing)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+OF_A_FOLDER = """
+import atexit, os, sys
+print(__file__, __spec__, __package__, sys.argv, sys.path[0], sorted(globals()))
+atexit.register(lambda: print(sys.modules["__main__"].late))
+os.chdir("/")
+import beside_it
+late = beside_it.late
+"""
+
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_folders_and_archives(programs: Programs, tmp_path: Path, is_archive: bool) -> None:
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "__main__.py").write_text(OF_A_FOLDER)
+    (folder / "beside_it.py").write_text("late = 1")
+    name = "program.zip" if is_archive else "program"
+    if is_archive:
+        shutil.make_archive(str(folder), "zip", folder)
+    words = (name, "--lr", "1")
+    plain = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    done = programs.faststep(tmp_path, "run", "--only", "clip", *words)
+    assert re.sub(" at 0x[0-9a-f]+", "", good(done)) == re.sub(" at 0x[0-9a-f]+", "", plain.stdout)
+    (tmp_path / "empty").mkdir()
+    done = programs.faststep(tmp_path, "run", "empty")
+    assert done.returncode == 2
+    assert f"can't find '__main__' module in '{tmp_path}/empty'" in done.stderr
 
 
 PROCESSES = """

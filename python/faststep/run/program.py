@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import io
 import os
-import runpy
 import sys
 import types
 import zipfile
@@ -47,8 +46,7 @@ class Program(NamedTuple):
             names = {"__file__": "<stdin>", "__cached__": None}
             _run_code("-", sys.stdin.read(), "<stdin>", **names)
         elif os.path.isdir(self.name) or zipfile.is_zipfile(self.name):
-            sys.argv[0] = self.name
-            _shown_as_pythons(lambda: runpy.run_path(self.name, run_name="__main__"))
+            self._run_folder()
         else:
             self._run_file()
 
@@ -70,12 +68,24 @@ class Program(NamedTuple):
         main["__cached__"] = None
         _shown_as_pythons(lambda: exec(compile(source, path, "exec", dont_inherit=True), main))
 
+    def _run_folder(self) -> None:
+        """Run the __main__.py of a folder or of an archive."""
+        path = os.path.join(os.getcwd(), self.name)
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+        if spec is None:
+            raise ProgramError(f"can't find '__main__' module in {path!r}")
+        sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [path]
+        self._run_found(spec, self.name)
+
     def _run_module(self) -> None:
         spec = _found(self.name)
+        self._run_found(spec, spec.origin or self.name)
+
+    def _run_found(self, spec: importlib.machinery.ModuleSpec, shown: str) -> None:
         code = spec.loader.get_code(spec.name) if spec.loader else None  # type: ignore[attr-defined]
         if code is None:
             raise ProgramError(f"No code object available for {self.name}")
-        sys.argv[0] = spec.origin or self.name
+        sys.argv[0] = shown
         main = _new_main(
             __file__=spec.origin,
             __cached__=spec.cached,
@@ -140,8 +150,7 @@ def of_program(error: BaseException) -> types.TracebackType | None:
 
 
 def _is_ours(traceback: types.TracebackType) -> bool:
-    names = (__file__, runpy.__file__, "<frozen runpy>")
-    return traceback.tb_frame.f_code.co_filename in names
+    return traceback.tb_frame.f_code.co_filename == __file__
 
 
 def _show_once(error: BaseException, shown: types.TracebackType | None) -> None:
