@@ -6,7 +6,7 @@ float16, and in CPU memory.
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -80,7 +80,13 @@ class Offload:
         """
 
 class Plan:
-    """Remembers the parameters of an optimizer between steps."""
+    """Remembers the parameters of an optimizer between steps.
+
+    Attributes:
+        applied: how many calls of `step` have updated parameters, or have left that to a device.
+    """
+
+    applied: Final[int]
 
     def forget(self) -> None:
         """Drop the tensors of earlier steps. RuntimeError during a step."""

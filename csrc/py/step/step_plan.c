@@ -4,6 +4,8 @@
 #include "py/step/bind.h"
 #include "py/torch/quiet.h"
 
+#include <structmember.h>
+
 static PyObject *list_of(PyObject *const *objects, size_t count)
 {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -83,6 +85,7 @@ static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_opt
         return NULL;
     PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
     const int wrote = !outcome.skipped && options->phase != FST_STEP_MEASURE;
+    self->applied += wrote;
     PyObject *written = wrote ? list_written(module, self) : PyList_New(0);
     PyObject *grads =
         wrote && options->write_grads ? list_written_grads(module, self) : Py_NewRef(Py_None);
@@ -361,6 +364,12 @@ static PyMethodDef plan_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef plan_members[] = {
+    {"applied", T_PYSSIZET, offsetof(fst_step_plan, applied), READONLY,
+     "How many calls of step() have updated parameters, or have left that to a device."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot plan_slots[] = {
     {Py_tp_doc, "What an optimizer remembers of its parameters between steps."},
     {Py_tp_new, plan_new},
@@ -368,6 +377,7 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_traverse, plan_traverse},
     {Py_tp_clear, plan_clear},
     {Py_tp_methods, plan_methods},
+    {Py_tp_members, plan_members},
     {0, NULL},
 };
 

@@ -117,6 +117,7 @@ typedef struct {
     size_t settled_count;  /* parameters */
     int64_t total;         /* elements of the last step that the host worked on */
     int64_t written_total; /* elements of its parameters on all devices */
+    Py_ssize_t applied;    /* steps that were, but for those of fst_step_repeat() */
     int busy;
     int has_dtensors; /* one of the parameters that are bound is a DTensor */
     int has_fp16;     /* one of their gradients is of type float16 */

@@ -162,6 +162,9 @@ class Offload:
                 self._early.end(self, optimizer, request)
             with torch.no_grad():
                 answer = self._step(optimizer, request)
+        except BaseException:
+            self.wait()
+            raise
         finally:
             self.end_pass()
         if answer is None:
@@ -255,6 +258,8 @@ class Offload:
         begun: list[Tensor] = []
         if self._copies.link is not None:
             self._copies.link.follow()
+        stepper = self._next_stepper()
+        before = stepper.applied
         known, pairs, groups = self._inner.state, [], []
         try:
             for group, rule in zip(optimizer.param_groups, rules, strict=True):
@@ -284,12 +289,15 @@ class Offload:
                 chosen = {id(host) for host, param in pairs if param in only}
                 lists = [[host for host in hosts if id(host) in chosen] for hosts in lists]
             step = PlanStep(self._inner, lists, lambda: rules, [*range(len(lists))])
-            self._next_stepper().step(step, request)
+            stepper.step(step, request)
+            self._note_updates(optimizer, pairs, only)
         except BaseException:
-            for param in begun:
-                del optimizer.state[param]
+            if stepper.applied > before:  # a signal came during the update
+                self._note_updates(optimizer, pairs, only)
+            else:
+                for param in begun:
+                    del optimizer.state[param]
             raise
-        self._note_updates(optimizer, pairs, only)
 
     def _note_updates(
         self,
@@ -307,8 +315,7 @@ class Offload:
             updated.append(param)
             self._copies.goes(place)
             are_kept = are_kept and place.has_states(known.get(place.host, {}))
-        increment_version(map(part_of, updated))
-        increment_version(filter(is_dtensor, updated))
+        increment_version([*map(part_of, updated), *filter(is_dtensor, updated)])
         for host, param in pairs:
             place = self._copies.places.of(param)
             if place is not None and param in only:

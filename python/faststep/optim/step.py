@@ -65,6 +65,11 @@ class Stepper:
         self._divided: DividedGrads | None = None  # if parameters are divided over ranks
         self.devices: tuple[int, ...] = ()  # of the parameters of the last step
 
+    @property
+    def applied(self) -> int:
+        """How many steps have updated parameters."""
+        return self._plan.applied
+
     def forget(self) -> None:
         """Let go of the tensors of earlier steps."""
         self._plan.forget()
@@ -103,13 +108,15 @@ class Stepper:
         """
         if not self.devices:
             self.find_devices(plan_step)
+        applied = self.applied
         try:
             done, scalars = self._measure_and_apply(plan_step, request)
         except BaseException:
-            if self.devices == HOST_ONLY:
-                plan_step.restore_states()
-            else:  # a device may have updated its parameters before another one failed
-                plan_step.drop_new_states()
+            if self.applied == applied:  # not by a signal that came during the update
+                if self.devices == HOST_ONLY:
+                    plan_step.restore_states()
+                else:  # a device may have updated its parameters before another one failed
+                    plan_step.drop_new_states()
             raise
         skipped, norm, written, written_grads = done
         if written:  # not those that C has counted
