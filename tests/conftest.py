@@ -1,5 +1,6 @@
 """Settings shared by all tests: seeds, threads, and hypothesis without a clock."""
 
+import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    """Collections leave out what was imported, which takes them half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ class Bomb:
             self.fuse.action()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def eager_collector() -> Iterator[None]:
     """The collector runs at every allocation, over young objects only."""
     before, enabled = gc.get_threshold(), gc.isenabled()
@@ -63,7 +63,6 @@ def eager_collector() -> Iterator[None]:
     gc.set_threshold(1, 1000, 1000)
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
     gc.collect()
     if enabled:
         gc.enable()
