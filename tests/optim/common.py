@@ -1,5 +1,6 @@
 """Helpers shared by the optimizer tests."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,12 +84,18 @@ def parameters(*shapes: tuple[int, ...], seed: int = 0, dtype: Any = None) -> li
     return [Parameter(value) for value in values]
 
 
+@functools.lru_cache(32)  # ours and torch's class are given the same
+def _drawn(seed: int, *shapes: torch.Size) -> list[Tensor]:
+    source = generator(seed)
+    return [torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes]
+
+
 def set_gradients(params: Iterable[Tensor], seed: int, scale: float = 1.0) -> None:
     """Fresh gradients; the same seed gives the same values."""
-    source = generator(1_000_003 + seed)
-    for p in params:
-        value = torch.randn(p.shape, generator=source, dtype=torch.float64).to(p.dtype) * scale
-        p.grad = torch.empty_like(p).copy_(value)
+    params = [*params]
+    values = _drawn(1_000_003 + seed, *(p.shape for p in params))
+    for p, value in zip(params, values, strict=True):
+        p.grad = torch.empty_like(p).copy_(value.to(p.dtype) * scale)
 
 
 def train(

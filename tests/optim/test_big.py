@@ -50,7 +50,7 @@ class Repeated:
         self.address = self.map(None, self.size, 0, private, -1, 0)
         for i in range(self.blocks):
             place = BLOCK if i == self.blocks - 1 else 0
-            shared = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+            shared = mmap.MAP_SHARED | 0x10 | 0x8000  # MAP_FIXED, MAP_POPULATE
             self.map(self.address + i * BLOCK, BLOCK, 3, shared, self.file, place)
 
     def map(self, *arguments: int | None) -> int:

@@ -25,8 +25,11 @@ def _fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@over_all
+@pytest.mark.parametrize(  # one C function writes for all classes
+    ("declaration", "backend"),
+    [(ADAMW, "eager"), *((declaration, "aot_eager") for declaration in ALL)],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_compiled_model(declaration: Declaration, backend: str) -> None:
     """The compiled model sees the new values after each step, without compiling again."""
     trajectories = []

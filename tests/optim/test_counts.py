@@ -125,18 +125,23 @@ def counts_of(name: str) -> list[tuple[int, int]]:
 COUNTS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from optim.test_counts import counts_of
-print(json.dumps(counts_of(sys.argv[2])))
+from optim.test_counts import CASES, counts_of
+print(json.dumps({name: counts_of(name) for name in CASES}))
 """
+
+
+@pytest.fixture(scope="module")
+def counts(programs: Programs) -> dict[str, list[tuple[int, int]]]:
+    """In a process of its own: a step asks other optimizers that are alive, of other tests too."""
+    found: dict[str, list[tuple[int, int]]] = json.loads(programs.run(COUNTS, str(TESTS)).stdout)
+    return found
 
 
 @pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
 @pytest.mark.parametrize("name", CASES)
-def test_python_does_the_same_for_any_number_of_parameters(programs: Programs, name: str) -> None:
-    """In a process of its own: a step asks other optimizers that are alive, of other tests too."""
+def test_python_does_the_same_for_any_number_of_parameters(counts: Any, name: str) -> None:
     _, calls, size, each = CASES[name]
-    done = programs.run(COUNTS, str(TESTS), name)
-    (few_calls, few_bytes), (many_calls, many_bytes) = json.loads(done.stdout)
+    (few_calls, few_bytes), (many_calls, many_bytes) = counts[name]
     assert many_calls == few_calls <= calls
     assert few_bytes <= size
     assert many_bytes <= size + each * MANY

@@ -1,6 +1,6 @@
 """state_dtype="int8": against a twin whose fp32 states are converted after each step.
 
-The conversion is written here without that of the package, a block at a time.
+The conversion is written here without that of the package, a row of a matrix for each block.
 """
 
 import copy
@@ -77,37 +77,37 @@ def in_memory(value: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
 
-def scale_of(block: Tensor) -> Tensor:
-    """The largest magnitude in bf16, rounded up but for 16 units in the last place; NaN if there is
-    one, or one that is too large."""
-    largest = block.abs().max()
+def scales_of(blocks: Tensor) -> Tensor:
+    """The largest magnitudes in bf16, rounded up but for 16 units in the last place; NaN where
+    there is one, or one that is too large."""
+    largest = blocks.abs().amax(1, keepdim=True)
     up = ((largest.view(torch.int32) + 0xFFEF) // 65536 * 65536).view(F32)
     up = torch.where(up < 2.0**-126, 0.0, up)
-    return up if largest <= 2.0**126 else torch.tensor(torch.nan)
+    return torch.where(largest <= 2.0**126, up, torch.nan)
 
 
 def convert(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A state's codes and scales; its values become those that the codes stand for."""
     numbers, codes = in_memory(value), torch.empty_like(value, dtype=dtype)
     blocks, places = blocks_of(value.numel(), row_of(value))
+    begins, ends, of_scales = torch.tensor(blocks).view(-1, 3).t()
+    at = begins[:, None] + torch.arange(64)
+    within = at < ends[:, None]
+    x = torch.where(within, numbers[at.clamp(max=value.numel() - 1)], 0.0)
+    scale = scales_of(x)
+    if dtype is SIGNED:
+        q = (x / (torch.where(scale > 0, scale, torch.inf) + x.abs()) * 254).round()
+        back = scale * (q / (254 - q.abs()))
+    else:
+        scale = torch.where(scale.isnan(), scale, scales_of(x.sqrt()))
+        divisor = torch.where(scale > 0, torch.tensor(255.0) / scale, 0.0)
+        q = (x.sqrt() * divisor).round()
+        q = torch.where((x > 0) & (q < 1), 1.0, q)
+        back = (q * (scale * torch.tensor(1 / 255))).square()
+    in_memory(codes)[at[within]] = torch.where(scale.isnan(), 0.0, q)[within].to(dtype)
+    numbers[at[within]] = torch.where(scale.isnan(), torch.nan, back)[within]
     scales = torch.zeros(places, dtype=BF16)
-    for begin, end, place in blocks:
-        x = numbers[begin:end]
-        is_known = dtype is SIGNED or bool(scale_of(x).isnan())
-        scale = scale_of(x) if is_known else scale_of(x.sqrt())
-        if dtype is SIGNED:
-            q = (x / ((scale if scale > 0 else torch.inf) + x.abs()) * 254).round()
-            back = scale * (q / (254 - q.abs()))
-        else:
-            divisor = torch.tensor(255.0) / scale if scale > 0 else torch.tensor(0.0)
-            q = (x.sqrt() * divisor).round()
-            q = torch.where((x > 0) & (q < 1), 1.0, q)
-            back = (q * (scale * torch.tensor(1 / 255))).square()
-        if scale.isnan():
-            q, back = torch.zeros_like(q), torch.full_like(q, torch.nan)
-        in_memory(codes)[begin:end] = q.to(dtype)
-        numbers[begin:end] = back
-        scales[place] = scale
+    scales[of_scales] = scale[:, 0].to(BF16)
     return codes, scales
 
 
