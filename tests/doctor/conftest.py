@@ -1,6 +1,5 @@
 """Runs of scripts by the doctor, forked from one process for each kind of sandbox."""
 
-import functools
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +10,28 @@ import pytest
 from faststep.doctor.runs import Runs
 from faststep.doctor.sandbox import Kind
 from faststep.run.program import Program
-from programs import Programs
+from programs import MAIN, Programs
 
 Faststep = Callable[..., subprocess.CompletedProcess[str]]
+
+
+# A doctor that looks at seconds of a script for a fifth of the time.
+HASTY = """
+from faststep import doctor
+doctor.FIRST, doctor.trials.SHORT = doctor.Length(1.2, 8, 0.5), doctor.Length(0.6, 5)
+"""
 
 
 @pytest.fixture
 def faststep(programs: Programs, tmp_path: Path) -> Faststep:
     """Runs `python -m faststep` in the test's folder, in one thread: other tests run beside it."""
-    return functools.partial(programs.faststep, tmp_path, OMP_NUM_THREADS="1")
+
+    def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        code = HASTY * (words[0] == "doctor") + MAIN
+        given = map(str, (tmp_path, *words))
+        return programs.run(code, *given, **{"OMP_NUM_THREADS": "1", **environment})
+
+    return run
 
 
 @pytest.fixture(scope="package")
@@ -35,7 +47,8 @@ def runs_of(started_in: Path) -> Iterator[Callable[..., Runs]]:
 
     def make(script: Path, ranks: int = 1, kind: Kind = "namespaces") -> Runs:
         runs = Runs(Program(str(script), []), time.monotonic() + 100, False, kind, ranks)
-        runs._servers = next((one._servers for one in made if one.sandbox == kind), runs._servers)
+        alike = [one for one in made if (one.sandbox == "namespaces") == (kind == "namespaces")]
+        runs._servers = alike[0]._servers if alike else runs._servers
         made.append(runs)
         return runs
 

@@ -2,8 +2,8 @@
 
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ from faststep.doctor import runs as runs_of_doctor
 from faststep.doctor import scratch
 from faststep.doctor.runs import DoctorError, Length, Runs
 from faststep.doctor.sandbox import Kind, is_available
+from programs import MAIN, Programs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not is_available() or not scratch.is_available(network=False),
@@ -77,22 +78,6 @@ def test_processes_with_a_session_of_their_own_end(of: Made, kind: Kind) -> None
     mark = f"42{os.getpid()}.25"
     start = f"subprocess.Popen(['sleep', '{mark}'], start_new_session=True)\n"
     of(kind, start + "train()").measure(Length(0.1, 5))
-    assert commands(mark) == []
-
-
-@pytest.mark.parametrize("kind", ["namespaces", "none"])
-def test_a_script_that_never_lets_python_go_on_is_ended(
-    of: Made, kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs_of_doctor, "GRACE", 1.0)
-    mark = f"43{os.getpid()}.25"
-    text = f"subprocess.Popen(['sleep', '{mark}'])\nimport ctypes\nctypes.PyDLL(None).sleep(4242)\n"
-    runs = of(kind, text)
-    runs._server_with("")
-    runs.until = time.monotonic() + 8.0
-    with pytest.raises(DoctorError, match="did not end within"):
-        runs.measure(Length(0.1, 5))
-    assert time.monotonic() < runs.until + 8.0
     assert commands(mark) == []
 
 
@@ -188,31 +173,50 @@ def test_what_a_sandbox_without_namespaces_refuses(
     [(signal.SIGTERM, ()), (signal.SIGINT, ("--in-place",)), (signal.SIGKILL, ("--in-place",))],
 )
 def test_a_doctor_that_is_ended_leaves_nothing(
-    tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
+    programs: Programs, tmp_path: Path, number: signal.Signals, options: tuple[str, ...]
 ) -> None:
     mark = f"44{os.getpid()}.25"
     folder = tmp_path / "temporary"
     folder.mkdir()
     text = f"subprocess.Popen(['sleep', '{mark}'], start_new_session=True)\ntrain()"
     (tmp_path / "train.py").write_text(START + text)
-    doctor = subprocess.Popen(
-        [sys.executable, "-m", "faststep", "doctor", *options, tmp_path / "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(folder)},
-        stderr=subprocess.PIPE,
-    )
-    try:
+
+    def end_it() -> None:
         end = time.monotonic() + 120
         while not commands(mark) and time.monotonic() < end:
             time.sleep(0.1)
-        assert commands(mark)
-    finally:
-        doctor.send_signal(number)
-        doctor.communicate()
+        started.append(commands(mark))
+        os.kill(int((tmp_path / "pid").read_text()), number)
+
+    started: list[list[str]] = []
+    code = "import os, sys, tempfile\ntempfile.tempdir = None\n"
+    code += "open(sys.argv[1] + '/pid', 'w').write(str(os.getpid()))\n" + MAIN
+    other = threading.Thread(target=end_it)
+    other.start()
+    done = programs.run(code, str(tmp_path), "doctor", *options, "train.py", TMPDIR=str(folder))
+    other.join()
+    assert started[0], done.stderr
     end = time.monotonic() + 20
     while commands(mark) and time.monotonic() < end:
         time.sleep(0.1)
     assert commands(mark) == []
-    assert doctor.returncode in (130, 143, -signal.SIGKILL)
+    assert done.returncode in (130, 143, -signal.SIGKILL)
     if number != signal.SIGKILL:
         assert not [*folder.glob("faststep*")]
+
+
+# Last: it ends the process from which runs are forked.
+@pytest.mark.parametrize("kind", ["namespaces", "none"])
+def test_a_script_that_never_lets_python_go_on_is_ended(
+    of: Made, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_of_doctor, "GRACE", 1.0)
+    mark = f"43{os.getpid()}.25"
+    text = f"subprocess.Popen(['sleep', '{mark}'])\nimport ctypes\nctypes.PyDLL(None).sleep(4242)\n"
+    runs = of(kind, text)
+    runs._server_with("")
+    runs.until = time.monotonic() + 8.0
+    with pytest.raises(DoctorError, match="did not end within"):
+        runs.measure(Length(0.1, 5))
+    assert time.monotonic() < runs.until + 8.0
+    assert commands(mark) == []
