@@ -17,6 +17,8 @@ PART_rest := $(patsubst tests/%,--ignore=tests/%,$(filter tests/%,$(foreach part
 # there is shown by tests/optim/test_concurrency.py.
 LEVEL_TESTS := tests/optim/test_runner.py tests/amp/test_unscale.py tests/clip/test_clip_grad.py tests/clip/test_total_norm.py \
     tests/accumulate/test_pass.py tests/data/test_converted.py
+# Hundreds of programs of tests import the package: what one has compiled of it is there for the others.
+unexport PYTHONDONTWRITEBYTECODE
 # What runs the loops: these tests are repeated under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \
     tests/data/test_converted.py

@@ -52,16 +52,17 @@ def reload(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None
     target.load_state_dict(torch.load(buffer, weights_only=True))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("declaration", "implementation"),
+    [(d, how) for d in TORCHS + OTHERS for how in IMPLEMENTATIONS if d.takes(*how)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 @pytest.mark.parametrize("ours_first", [True, False], ids=["to_torch", "from_torch"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@over_torchs
 def test_interchange_with_torch(
     declaration: Declaration, dtype: torch.dtype, ours_first: bool, implementation: dict[str, Any]
 ) -> None:
     """Three steps in one library and three in the other are six steps of torch's."""
-    if "fused" in implementation and not declaration.takes("fused"):
-        implementation = {}
     low = dtype in (torch.bfloat16, torch.float16)
     if low and declaration is SGD and implementation.get("fused"):
         implementation = {}  # torch 2.13's fused vector loop loses this momentum buffer
