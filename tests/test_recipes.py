@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import faststep
 from faststep.doctor import Answer
+from programs import Programs
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 SECTIONS = {text.partition("\n")[0]: text for text in PAGE.read_text().split("\n## ")}
@@ -315,7 +314,7 @@ def test_a_setting_can_be_read(command: str) -> None:
     not HUGE_PAGES.is_file() or "[madvise]" not in HUGE_PAGES.read_text(),
     reason="programs do not choose huge pages on this system",
 )
-def test_torch_takes_huge_pages_when_asked() -> None:
+def test_torch_takes_huge_pages_when_asked(programs: Programs) -> None:
     """So the same tensors cause fewer page faults."""
     [setting] = re.findall(r"`(THP_\w+)=1 python train.py`", SECTIONS["Linux settings"])
     code = (
@@ -325,10 +324,7 @@ def test_torch_takes_huge_pages_when_asked() -> None:
         "for _ in range(4): torch.ones(1 << 24)\n"
         "print(faults() - before)"
     )
-    counts = [
-        int(subprocess.check_output([sys.executable, "-c", code], env=env))
-        for env in (os.environ, {**os.environ, setting: "1"})
-    ]
+    counts = [int(programs.run(code, **env).stdout) for env in ({}, {setting: "1"})]
     assert counts[1] < counts[0] / 2
 
 
