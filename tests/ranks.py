@@ -5,6 +5,7 @@ Starting a process takes longer than any of these tests, so the processes are st
 A test of `on_ranks` runs on each rank."""
 
 import datetime
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -140,6 +141,7 @@ def _run(rank: int, port: int, jobs: Sequence[Job], send: Any) -> None:
         send.send_bytes(pickle.dumps((name, result)))
 
     try:
+        gc.freeze()  # each collection would look through, and so copy, what the server has imported
         torch.set_num_threads(1)
         _work(rank, port, jobs, done)
         done(END, "")
