@@ -61,8 +61,8 @@ def train(
     rank: int,
     build: Callable[[], nn.Module],
     loss_of: Callable[[nn.Module, Tensor, int], Tensor],
-    clip: Callable[[nn.Module], Any] = lambda model: None,
-    steps: int = 5,
+    clip: Callable[[nn.Module, int], Any] = lambda model, step: None,
+    steps: int = 3,
     tolerance: float = 1e-5,
 ) -> None:
     """One loop with torch's Adam and the same with ours: parameters agree after each step."""
@@ -78,7 +78,7 @@ def train(
             loss = loss_of(model, x, step)
             if loss.requires_grad:
                 loss.backward()
-                norms.append(clip(model))
+                norms.append(clip(model, step))
                 optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             losses.append(loss.detach())
@@ -132,7 +132,7 @@ def test_frozen_across(rank: int, world: int) -> None:
         def build(reshard: bool = reshard) -> nn.Module:
             return blocks_of(reshard_after_forward=reshard)
 
-        train(rank, build, loss_of)
+        train(rank, build, loss_of, steps=5)
 
 
 class Repeated(nn.Module):
@@ -188,11 +188,11 @@ def test_repeated_forward(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_unused(rank: int, world: int) -> None:
-    """A result that the loss does not use after three steps, and a layer that is never called."""
+    """A result that the loss does not use after two steps, and a layer that is never called."""
 
     def some(model: nn.Module, x: Tensor, step: int) -> Tensor:
         one, two = model(x)
-        loss: Tensor = (one * two).sum() if step < 3 else one.sum()
+        loss: Tensor = (one * two).sum() if step < 2 else one.sum()
         return loss
 
     for reshard in RESHARD:
@@ -256,14 +256,13 @@ def test_tensor_parallel(rank: int, world: int) -> None:
             fully_shard(block, mesh=mesh["data"])
         return fully_shard(model, mesh=mesh["data"])
 
-    for norm in (None, *NORMS):
+    def clip(model: nn.Module, step: int) -> Any:
+        if step == 0:
+            return None
+        norm = NORMS[step - 1]
+        return nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=True)
 
-        def clip(model: nn.Module, norm: float | None = norm) -> Any:
-            if norm is None:
-                return None
-            return nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm, foreach=True)
-
-        train(mesh.get_local_rank("data"), build, total, clip, steps=3)
+    train(mesh.get_local_rank("data"), build, total, clip, steps=1 + len(NORMS))
 
 
 def largest(param: Tensor) -> Shard:
@@ -284,7 +283,7 @@ def test_mixed_precision(rank: int, world: int) -> None:
             "shard_placement_fn": place,
         }
         # Where one optimizer's parameter is rounded to the next bf16, so are gradients.
-        train(rank, lambda o=options: blocks_of(**o), total, steps=3, tolerance=1e-3)
+        train(rank, lambda o=options: blocks_of(**o), total, tolerance=1e-3)
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 import faststep.optim
 from ranks import on_ranks
 
-from .common import Twins, backward, fully_sharded, local, locals_of, net, whole
+from .common import Twins, backward, check_close, fully_sharded, local, locals_of, net, whole
 
 STEPS = 2
 FIVE = ("adamw", "adam", "sgd", "momentum", "lion")
@@ -73,7 +73,7 @@ def check_training(make: Callable[[], nn.Module], rank: int, names: Any = CLASSE
                 torchs.zero_grad()
         if theirs is not None:
             for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(whole(mine), whole(other), rtol=1e-4, atol=1e-5)
+                check_close(mine, other)
                 check_states_are_alike(optimizer.state[mine], torchs.state[other])
 
 

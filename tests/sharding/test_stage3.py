@@ -17,7 +17,7 @@ from ranks import on_ranks
 
 from .common import whole
 
-SMALL = GPTConfig(layers=3, heads=2, width=16, context=8)
+SMALL = GPTConfig(layers=2, heads=2, width=16, context=8)
 
 
 def rows_of(step: int, rank: int, world: int) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import faststep.optim
 from ranks import on_ranks
 
-from .common import Twins, backward, fully_sharded, local, net, whole
+from .common import Twins, backward, check_close, fully_sharded, local, net
 
 CLASSES = (("AdamW", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}))
 
@@ -56,11 +56,9 @@ def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int = 
 
 def check_alike(model: nn.Module, optimizer: Any, other_model: nn.Module, other: Any) -> None:
     for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine), whole(theirs), rtol=1e-4, atol=1e-5)
+        check_close(mine, theirs)
         for key, value in optimizer.state[mine].items():
-            torch.testing.assert_close(
-                whole(value), whole(other.state[theirs][key]), rtol=1e-4, atol=1e-5
-            )
+            check_close(value, other.state[theirs][key])
 
 
 PAIRS = ((faststep.optim, torch.optim), (torch.optim, faststep.optim))
