@@ -1,6 +1,7 @@
 """Models whose gradients are given, and what one process does with the mean over the ranks."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -49,11 +50,15 @@ HOST = Place()
 
 def grads_for(model: nn.Module, *seed: int, scale: float = 1.0) -> list[Tensor]:
     """Gradients of one rank in one step."""
+    params = list(model.parameters())
+    drawn = _drawn(tuple(p.shape for p in params), seed)
+    return [(d * scale).to(p.dtype).to(p.device) for d, p in zip(drawn, params, strict=True)]
+
+
+@functools.lru_cache(16)  # runs that are compared have the same
+def _drawn(shapes: tuple[torch.Size, ...], seed: tuple[int, ...]) -> list[Tensor]:
     made = torch.Generator().manual_seed(hash(seed) % 2**31)
-    return [
-        (torch.randn(p.shape, generator=made) * scale).to(p.dtype).to(p.device)
-        for p in model.parameters()
-    ]
+    return [torch.randn(shape, generator=made) for shape in shapes]
 
 
 def mean_of(parts: Sequence[Tensor | None], nodes: int = 1) -> Tensor | None:

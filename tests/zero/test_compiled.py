@@ -18,7 +18,7 @@ class _Net(nn.Module):
     def __init__(self, checkpoints: bool) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:

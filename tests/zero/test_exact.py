@@ -79,7 +79,7 @@ def check_run(rank: int, world: int, case: dict[str, Any], place: Place = HOST) 
         reference.param_groups[0]["lr"] = torch.tensor(0.03).item()
     wrong: list[str] = []
     norm = None
-    for step in range(case.get("steps", 20)):
+    for step in range(case.get("steps", 12)):
         versions = [p._version for p in model.parameters()]
         grads = _grads(case, model, rank, step)
         with place.without_waiting(step > 0 and not case.get("unused") and name != "momentum"):
