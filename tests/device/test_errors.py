@@ -209,7 +209,7 @@ def empty_cache():
 patch.setattr(torch.cuda, "empty_cache", empty_cache)
 one, found = fake.claim(torch.ones(())), fake.claim(torch.zeros(()))
 for i, what in enumerate(("clip", "clamp", "unscale", "accumulate", "squares")):
-    count = 300 << i
+    count = 100 << i
     params = [fake.parameter(torch.ones(3)) for _ in range(count)]
     grads, sums = ([fake.claim(torch.ones(3)) for _ in range(count)] for _ in range(2))
     for param, grad in zip(params, grads):
@@ -279,27 +279,6 @@ assert os.waitpid(pid, 0)[1] == 0
     )
     assert "fork" in out
     assert "CPU True" in out
-
-
-def test_without_kernels(programs: Programs) -> None:
-    out = forked(
-        programs,
-        """
-import torch, faststep
-from faststep import _C
-print(_C.has_kernels())
-try:
-    _C.device_info(0)
-except RuntimeError as error:
-    print(error)
-q = torch.nn.Parameter(torch.ones(3))
-q.grad = torch.ones(3)
-faststep.optim.AdamW([q]).step()
-print("CPU", q.detach().tolist() != [1.0, 1.0, 1.0], flush=True)
-""",
-    )
-    assert "CPU True" in out
-    assert "no NVIDIA driver" in out or "no CUDA kernels" in out
 
 
 def test_import_does_not_touch_the_driver(programs: Programs) -> None:

@@ -15,7 +15,7 @@ TRAIN = """
 import ctypes, gc, weakref
 import torch, faststep
 from device import fake
-SIZES = (3, 1 << 20, 70)
+SIZES = (3, 1 << 16, 70)
 
 def train():
     params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, n)) for n in SIZES]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpu import test_race
+from programs import Programs
 
 from . import fake
 
@@ -64,13 +65,13 @@ def test_a_file_that_hangs_or_crashes_costs_the_others_nothing(tmp_path: Path) -
 
 
 def test_files_behind_the_budget_are_named(tmp_path: Path) -> None:
-    for name, body in {"first": "time.sleep(30)", "second": "pass"}.items():
+    for name, body in {"first": "time.sleep(60)", "second": "pass"}.items():
         (tmp_path / f"test_{name}.py").write_text(f"import time\n\ndef test_it():\n    {body}\n")
     files = [str(tmp_path / f"test_{name}.py") for name in ("first", "second")]
-    done = each_file(tmp_path / "results", *files, "--", "-p", "no:randomly", BUDGET="15")
+    done = each_file(tmp_path / "results", *files, "--", "-p", "no:randomly", BUDGET="3")
     assert done.returncode == 1
     assert re.search(r"^first +\d+ s  status 124", done.stdout, re.MULTILINE)
-    assert re.search(r"^second +not run: the budget of 15 s is spent", done.stdout, re.MULTILINE)
+    assert re.search(r"^second +not run: the budget of 3 s is spent", done.stdout, re.MULTILINE)
 
 
 def test_a_build_that_fails_takes_the_wheel(tmp_path: Path) -> None:
@@ -109,17 +110,11 @@ def test_the_order_of_make_gpu() -> None:
             assert done.stdout.split().count(f"{folder}/{path.name}") == 1
 
 
-def test_a_real_device_that_is_asked_for_must_be_there() -> None:
+def test_a_real_device_that_is_asked_for_must_be_there(programs: Programs) -> None:
     """A suite that skips all of them would pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--co"]
-    done = subprocess.run(
-        [*command, "tests/gpu/test_kernels.py"],
-        cwd=fake.ROOT,
-        env={**os.environ, "FASTSTEP_FAKE_GPU": "0", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = "import sys, pytest\nraise SystemExit(pytest.main(sys.argv[1:]))"
+    words = ("-q", "-p", "no:cacheprovider", "--co", f"{fake.ROOT}/tests/gpu/test_kernels.py")
+    done = programs.run(code, *words, FASTSTEP_FAKE_GPU="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert re.search("asks for a real device: (torch finds no CUDA|this build)", done.stderr)
 

@@ -52,7 +52,7 @@ def test_parameters_that_move() -> None:
 
 
 def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) -> None:
-    for count in (1, 5000):
+    for count in (1, 1000):
         pair = Twins([torch.ones(2)] * count)
         on_host, optimizer = pair.optimizers(faststep.optim.AdamW, max_grad_norm=1.0)
         pair.set_grads([torch.ones(2)] * count)

@@ -139,7 +139,7 @@ def test_our_optimizer_with_torchs_scaler(fused: bool | None) -> None:
             assert both[0].step_was_skipped is both[1].step_was_skipped is (step in (0, 5))
 
 
-@pytest.mark.parametrize("count", [1, 300, 5000])
+@pytest.mark.parametrize("count", [1, 1000])
 def test_launches_of_a_chain(count: int) -> None:
     params = [torch.nn.Parameter(place(torch.ones(2), CUDA)) for _ in range(count)]
     optimizer = faststep.optim.AdamW(params, max_grad_norm=1.0)
