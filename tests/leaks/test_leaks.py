@@ -54,20 +54,17 @@ def bytes_in_use() -> int:
 def assert_no_growth(*calls: Callable[[], Any]) -> None:
     """One round without growth is enough: caches fill up for a while, a leak grows each time."""
     gc.collect()
-    gc.freeze()  # what is there now need not be looked at again
+    gc.freeze()  # what is there now need not be looked at again, nor by the tests that follow
     grown = []
-    try:
-        for _ in range(ROUNDS):
-            before = bytes_in_use(), sys.getallocatedblocks()
-            for call in calls:
-                for _ in range(CALLS):
-                    call()
-            gc.collect()
-            grown.append((bytes_in_use() - before[0], sys.getallocatedblocks() - before[1]))
-            if grown[-1][0] < SLACK_BYTES and grown[-1][1] < SLACK_BLOCKS:
-                return
-    finally:
-        gc.unfreeze()
+    for _ in range(ROUNDS):
+        before = bytes_in_use(), sys.getallocatedblocks()
+        for call in calls:
+            for _ in range(CALLS):
+                call()
+        gc.collect()
+        grown.append((bytes_in_use() - before[0], sys.getallocatedblocks() - before[1]))
+        if grown[-1][0] < SLACK_BYTES and grown[-1][1] < SLACK_BLOCKS:
+            return
     raise AssertionError(f"grew by (bytes, blocks) in each round of {CALLS} calls: {grown}")
 
 
