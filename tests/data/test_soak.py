@@ -3,11 +3,12 @@
 In a process of its own: one with free memory on its heap would hide what is lost.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from programs import Programs
 
 from . import soak
 
@@ -15,11 +16,11 @@ for module in ("h5py", "PIL.Image", "simplejpeg"):
     pytest.importorskip(module)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
+SCRIPT = f"""
 import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.data import soak
-{}
+{{}}
 sys.exit(soak.main(sys.argv[1:]))
 """
 LEAK = """
@@ -32,22 +33,21 @@ soak.DataLoader = Keeping
 """
 
 
-def run(before: str, *arguments: str) -> tuple[int, list[str]]:
-    command = [sys.executable, "-c", SCRIPT.format(before), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+def run(programs: Programs, before: str, *arguments: str) -> tuple[int, list[str]]:
+    done = programs.run(SCRIPT.format(before), *arguments)
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines()
 
 
 @pytest.mark.slow
-def test_fifty_epochs() -> None:
-    code, lines = run("")
+def test_fifty_epochs(programs: Programs) -> None:
+    code, lines = run(programs, "")
     assert [line.split(":")[0] for line in lines[1:]] == [*soak.PATHS]
     assert code == 0, "\n".join(lines)
 
 
-def test_what_would_be_found() -> None:
+def test_what_would_be_found(programs: Programs) -> None:
     """A leak of each kind, of the least size that matters."""
-    code, lines = run(LEAK, "arrays")
+    code, lines = run(programs, LEAK, "arrays")
     assert code == 1
     assert all(f"{what}: " in lines[-1] for what in ("descriptors", "objects", "kilobytes"))
