@@ -142,19 +142,20 @@ class _Sharded:
         return [index for index, (param, value) in pairs if not torch.equal(param, value)]
 
 
-def _cells() -> Iterator[tuple[State, list[str], str]]:
-    for state, ways in WAYS.items():
-        for way, event in itertools.product(ways, TABLE):
-            yield state, way, event
-
-
 CASES = ("stage 1", "stage 2", "wrapped")
+
+
+def _cells(case: str) -> Iterator[tuple[State, list[str], str]]:
+    """Each event in each state, by one of the ways to it, and by the others in the other cases."""
+    for state, ways in WAYS.items():
+        for number, event in enumerate(TABLE, CASES.index(case)):
+            yield state, ways[number % len(ways)], event
 
 
 @on_ranks(2, case=CASES)
 def test_every_event_in_every_state(rank: int, world: int, case: str) -> None:
     wrong: list[str] = []
-    for number, (state, way, event) in enumerate(_cells()):
+    for number, (state, way, event) in enumerate(_cells(case)):
         place = (3, 1, 0)[number % 3]
         name = f"{case}: {way} {event} at p{place}"
         one = _Sharded(rank, world, case, place)
