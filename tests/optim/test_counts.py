@@ -130,21 +130,15 @@ print(json.dumps({name: counts_of(name) for name in CASES}))
 """
 
 
-@pytest.fixture(scope="module")
-def counts(programs: Programs) -> dict[str, list[tuple[int, int]]]:
-    """In a process of its own: a step asks other optimizers that are alive, of other tests too."""
-    found: dict[str, list[tuple[int, int]]] = json.loads(programs.run(COUNTS, str(TESTS)).stdout)
-    return found
-
-
 @pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
-@pytest.mark.parametrize("name", CASES)
-def test_python_does_the_same_for_any_number_of_parameters(counts: Any, name: str) -> None:
-    _, calls, size, each = CASES[name]
-    (few_calls, few_bytes), (many_calls, many_bytes) = counts[name]
-    assert many_calls == few_calls <= calls
-    assert few_bytes <= size
-    assert many_bytes <= size + each * MANY
+def test_python_does_the_same_for_any_number_of_parameters(programs: Programs) -> None:
+    """In a process of its own: a step asks other optimizers that are alive, of other tests too."""
+    counts = json.loads(programs.run(COUNTS, str(TESTS)).stdout)
+    for name, (_, calls, size, each) in CASES.items():
+        (few_calls, few_bytes), (many_calls, many_bytes) = counts[name]
+        assert many_calls == few_calls <= calls, name
+        assert few_bytes <= size, name
+        assert many_bytes <= size + each * MANY, name
 
 
 @pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
