@@ -88,9 +88,7 @@ def images(data: bytes) -> dict[tuple[int, int], int]:
     return found
 
 
-@pytest.mark.skipif(os.environ.get("FASTSTEP_CUDA") != "1", reason="no FASTSTEP_CUDA=1, or no nvcc")
-def test_the_package_holds_an_image_for_every_architecture() -> None:
-    data = files("faststep").joinpath("kernels.fatbin").read_bytes()
+def holds_every_architecture(data: bytes) -> None:
     numbers = [int(arch.removeprefix("sm_")) for arch in ARCHITECTURES]
     found = images(data)
     assert set(found) == {
@@ -100,6 +98,12 @@ def test_the_package_holds_an_image_for_every_architecture() -> None:
     }
     cuda = int(version().split(".")[0])
     assert {major + 4 for (kind, _), major in found.items() if kind == PTX} == {cuda}  # fatbin.c
+
+
+@pytest.mark.skipif(os.environ.get("FASTSTEP_CUDA") != "1", reason="no FASTSTEP_CUDA=1, or no nvcc")
+def test_the_package_holds_an_image_for_every_architecture() -> None:
+    data = files("faststep").joinpath("kernels.fatbin").read_bytes()
+    holds_every_architecture(data)
     assert len(data) < 2_200_000  # compressed: the wheel adds it
 
 
@@ -281,12 +285,12 @@ def test_an_nvcc_that_fails(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_nvcc
 def test_nvcc_is_found_outside_the_path(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes the options of a build for all architectures: of a kernel that does nothing."""
+    (tree / "cuda/kernels.cu").write_text('extern "C" __global__ void nothing() {}\n')
     monkeypatch.setenv("CUDA_HOME", str(Path(NVCC).resolve().parents[1]))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    found = runpy.run_path("setup.py")["nvcc"]()
-    assert found
-    assert os.access(found, os.X_OK)
+    assert build(monkeypatch, cuda="1")
+    holds_every_architecture(Path("package/kernels.fatbin").read_bytes())
 
 
 def test_kernels_that_were_compiled_before(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,16 +131,21 @@ def parse(text: str) -> dict[str, Kernel]:
     return kernels
 
 
-def resources(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Registers of a thread and bytes of its stack, by kernel."""
+def sections(elf: bytes) -> tuple[dict[str, tuple[int, ...]], list[tuple[int, ...]]]:
+    """The headers of sections by name, and in their order."""
     start, each, count, names_at = struct.unpack_from("<Q10xHHH", elf, 0x28)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, start + i * each) for i in range(count)]
+    return {text_of(elf, headers[names_at], header[0]): header for header in headers}, headers
 
-    def text(table: tuple[int, ...], offset: int) -> str:
-        begin = table[4] + offset
-        return elf[begin : elf.index(b"\0", begin)].decode()
 
-    named = {text(headers[names_at], header[0]): header for header in headers}
+def text_of(elf: bytes, table: tuple[int, ...], offset: int) -> str:
+    begin = table[4] + offset
+    return elf[begin : elf.index(b"\0", begin)].decode()
+
+
+def resources(elf: bytes) -> dict[str, tuple[int, int]]:
+    """Registers of a thread and bytes of its stack, by kernel."""
+    named, headers = sections(elf)
     symbols = named[".symtab"]
     registers, stacks = {}, {}
     at, end = named[".nv.info"][4], sum(named[".nv.info"][4:6])
@@ -150,6 +155,6 @@ def resources(elf: bytes) -> dict[str, tuple[int, int]]:
             symbol, value = struct.unpack_from("<II", elf, at + 4)
             (offset,) = struct.unpack_from("<I", elf, symbols[4] + 24 * symbol)
             held = stacks if attribute == FRAME else registers
-            held[text(headers[symbols[6]], offset)] = value
+            held[text_of(elf, headers[symbols[6]], offset)] = value
         at += 4 + (size if form == 4 else 0)
     return {name: (count, stacks.get(name, 0)) for name, count in registers.items()}
