@@ -1,5 +1,6 @@
 """Threads, processes and instruction sets: none of them may change a bit."""
 
+import functools
 import multiprocessing
 import threading
 from pathlib import Path
@@ -28,9 +29,15 @@ def here() -> list[str]:
     return found
 
 
-def test_thread_count_changes_nothing(here: list[str]) -> None:
-    torch.set_num_threads(3)
-    assert list(digest.lines()) == here
+def test_thread_count_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a parameter that is split among the threads of a step."""
+    monkeypatch.setattr(digest, "SIZES", (300_001, *digest.SIZES))
+    monkeypatch.setattr(digest, "values", functools.cache(digest.values.__wrapped__))
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(list(digest.lines()))
+    assert found[0] == found[1]
 
 
 OTHERS = [isa for isa in _C.cpu_info()["supported"] if isa != _C.cpu_info()["isa"]]
