@@ -108,11 +108,11 @@ class Stepper:
         """
         if not self.devices:
             self.find_devices(plan_step)
-        applied = self.applied
+        applied = self._plan.applied
         try:
             done, scalars = self._measure_and_apply(plan_step, request)
         except BaseException:
-            if self.applied == applied:  # not by a signal that came during the update
+            if self._plan.applied == applied:  # not by a signal that came during the update
                 if self.devices == HOST_ONLY:
                     plan_step.restore_states()
                 else:  # a device may have updated its parameters before another one failed
