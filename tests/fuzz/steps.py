@@ -244,6 +244,12 @@ def plan_settle(world: World) -> None:
     world.call("Plan.settle", stepping(world).plan.settle, args)
 
 
+def plan_applied(world: World) -> None:
+    plan: Any = stepping(world).plan
+    change = world.rng.choice((lambda: plan.applied, lambda: setattr(plan, "applied", junk(world))))
+    world.call("Plan.applied", change, ())
+
+
 def plan_new(world: World) -> None:
     args, _ = maybe_bad(world, ())
     world.call("Plan", _C.Plan, args if world.chance(0.7) else (junk(world),))
@@ -251,6 +257,7 @@ def plan_new(world: World) -> None:
 
 STEPS = {
     "Plan": plan_new,
+    "Plan.applied": plan_applied,
     "Plan.forget": plan_forget,
     "Plan.settle": plan_settle,
     "Plan.step": plan_step,
