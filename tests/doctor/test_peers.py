@@ -19,6 +19,7 @@ def test_lines_come_until_the_store_is_gone() -> None:
     assert hosts[0].told() == []
     other.show({**LINE, "phases": {"data": 1.0}})
     other.show({**LINE, "step": 6})
+    assert len(other.told()) == 1  # an answer: the store has taken what was sent before
     [line] = hosts[0].told()
     assert (line["step"], line["phases"]) == (6, {"data": 0.75})
     hosts.clear()
