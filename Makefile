@@ -6,8 +6,9 @@ BIN := $(abspath $(VENV))/bin
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/py/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/*.c tests/cuda/*.h tests/cuda/*.cu)
 C_TESTS := $(MAKE) -f tests/c/Makefile
 # The tests in parts, the longest first. `rest` is what the others do not name.
-TEST_PARTS := rest ranks data programs devices kernels
+TEST_PARTS := ranks rest steps data devices programs kernels
 PART_ranks := tests/sharding tests/zero
+PART_steps := tests/optim tests/accumulate tests/amp tests/clip
 PART_data := tests/data
 PART_programs := tests/leaks tests/cli tests/benchmarks
 PART_devices := tests/device tests/gpu
