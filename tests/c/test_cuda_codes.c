@@ -74,9 +74,13 @@ static void all_types(fst_rule rule)
         }
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+enum { ONE_LENGTH_IN = sizeof lengths / sizeof lengths[0] }; /* values lead to no other place */
+#else
 enum { ONE_LENGTH_IN = 3 };
+#endif
 
-/* The types that have loops of their own, with blocks of a third of the lengths, for each rule
+/* The types that have loops of their own, with blocks of one in so many lengths, for each rule
  * others, and for each of these other values in each turn. */
 static void all_lengths(fst_rule rule, fst_dtype dtype, int master, size_t turn)
 {
