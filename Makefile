@@ -124,8 +124,8 @@ asan-c: build-asan ## run the C tests under AddressSanitizer and UBSan
 
 # What they find depends on the path to an element, not on its value: a part of the cases takes all paths. Two
 # billion elements take minutes, and one that is not reached fails the test without a sanitizer.
-asan-python: build-asan ## run a sixteenth of the tests of loops, devices and the loader under them
-	FASTSTEP_EVERY=16 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
+asan-python: build-asan ## run one in 24 cases of the tests of loops, devices and the loader under them
+	FASTSTEP_EVERY=24 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) $(LOADER_TESTS) \
 	    --deselect tests/optim/test_big.py::test_more_than_2_to_the_31_elements
 

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=at_least(1),
-        default=16,
+        default=12,
         help="the table's model takes 40 times as many; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
