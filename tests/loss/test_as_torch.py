@@ -230,6 +230,23 @@ def in_inference(f: Any, x: Tensor, y: Tensor) -> Any:
     return loss.is_inference(), loss.requires_grad, loss.clone()
 
 
+def gradients_in_inference(f: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.inference_mode(), torch.enable_grad():
+        loss = f(x.detach().requires_grad_(), y)
+    leaf = x.detach().requires_grad_()
+    with torch.inference_mode(), torch.enable_grad():
+        other = f(leaf, y)
+    return loss.requires_grad, other.requires_grad, other.clone()
+
+
+def node_shown(f: Any, x: Tensor, y: Tensor) -> Any:
+    """As print and torchviz show it."""
+    nodes = [f(x, y).grad_fn, f(x, y, label_smoothing=0.1).grad_fn]
+    for node in nodes:
+        assert all(one.size() for one in getattr(node, "saved_tensors", ()))
+    return [str(node).split(" at ")[0] for node in nodes]
+
+
 def result_written(f: Any, x: Tensor, y: Tensor) -> Any:
     losses = f(x, y, reduction="none")
     losses.mul_(2).sum().backward()
@@ -268,10 +285,12 @@ USES = [
     deterministic,
     dimensions,
     failed_before,
+    gradients_in_inference,
     in_inference,
     kept_and_changed,
     no_gradient_wanted,
     nobody_counts,
+    node_shown,
     only_a_part,
     probabilities_want_one,
     read_after,

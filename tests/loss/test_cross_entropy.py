@@ -246,6 +246,7 @@ def test_what_torch_computes(calls: list[Any]) -> None:
         (torch.zeros(2, 3), torch.tensor([0, 1], dtype=torch.int32), {}),
         (torch.zeros(2, 3, dtype=torch.long), torch.tensor([0, 1]), {}),
         (torch.zeros(2, 3), torch.tensor([0, 1]), {"weight": torch.ones(2)}),
+        (torch.zeros(2, 3), torch.tensor([0, 1]), {"weight": [1.0, 1.0, 1.0]}),
         (torch.zeros(2, 3), torch.tensor([0, 1]), {"weight": torch.ones(3).double()}),
         (torch.zeros(2, 3), torch.tensor([0, 1]), {"weight": torch.ones(3, requires_grad=True)}),
         (torch.zeros(2, 3), torch.tensor([0, 1]), {"reduction": "max"}),

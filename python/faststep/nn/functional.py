@@ -49,7 +49,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, given: _Arguments, found: _Found) -> tuple[Any, ...]:
-        ctx.save_for_backward(found.slope, found.likelihoods, given.target, given.weight)
+        tensors = found.slope, found.likelihoods, given.target, given.weight
+        ctx.save_for_backward(*(one for one in tensors if one is not None))
         ctx.set_materialize_grads(False)
         ctx.given, ctx.factors = given[2:], found.factors
         ctx.is_hooked = are_hooked()
@@ -57,10 +58,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, of_slope: Tensor | None) -> tuple[Any, ...]:
-        slope, likelihoods, target, weight = ctx.saved_tensors
+        slope, likelihoods, target, *weights = ctx.saved_tensors
         grads = []
         if of_slope is not None:
-            given = _Arguments(target, weight, *ctx.given)
+            given = _Arguments(target, weights[0] if weights else None, *ctx.given)
             grads.append(_curved(slope, likelihoods, of_slope, given, ctx.factors))
         if of_loss is not None:
             by = of_loss.float()
@@ -85,8 +86,11 @@ class _Smoothed(_CrossEntropy):
 
 
 # The names of torch's, which a script prints with a loss.
-_CrossEntropy._backward_cls.__name__ = "NllLossBackward0"
-_Smoothed._backward_cls.__name__ = "AddBackward0"
+for _node, _name in (
+    (_CrossEntropy._backward_cls, "NllLossBackward0"),
+    (_Smoothed._backward_cls, "AddBackward0"),
+):
+    _node.__module__, _node.__name__, _node.__qualname__ = "builtins", _name, _name
 
 
 def _curved(
@@ -185,13 +189,18 @@ def _found(logits: Tensor, given: _Arguments) -> _Found | None:
         return None
     is_cast = torch.is_autocast_enabled(logits.device.type)
     dtype = torch.float32 if is_cast else logits.dtype
-    if weight is not None and (weight.requires_grad or dtype != torch.float32 or smoothing):
+    if weight is not None and (
+        not isinstance(weight, Tensor)
+        or weight.requires_grad
+        or dtype != torch.float32
+        or smoothing
+    ):
         return None
     count, device = len(logits), logits.device
     losses, likelihoods = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
     loss, factors = (torch.empty(n, dtype=torch.float32, device=device) for n in ((), (2,)))
     slope = None
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if torch.is_grad_enabled() and logits.requires_grad and not torch.is_inference_mode_enabled():
         slope = torch.empty(logits.shape, dtype=logits.dtype, device=device)
     rows, results, is_mean = (losses, likelihoods), (loss, factors), reduction == "mean"
     if not _C.cross_entropy(
