@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -272,6 +273,67 @@ def test_a_model_may_be_compiled_afterwards(model: Model) -> None:
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
     torch.testing.assert_close(list(model.buffers()), list(plain.buffers()))
+
+
+class _Draws(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (0.5 + random.random()) + float(np.random.random()))
+
+
+def recomputed(model: Model) -> Model:
+    for block in model.blocks:
+        Recomputed(block).put()
+    return model
+
+
+def test_python_and_numpy_draw_the_same_numbers_again() -> None:
+    found = []
+    for change in (lambda model: model, recomputed):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        model = change(Model(_Draws))
+        model(torch.randn(ROWS, WIDTH)).backward()
+        drawn = torch.tensor([random.random(), float(np.random.random())])
+        found.append([*(param.grad for param in model.parameters()), drawn])
+    assert equal(*found)
+
+
+def of_an_input(model: Model, x: Tensor) -> None:
+    loss = model.blocks[0](x=x).sum()
+    x.add_(1)
+    loss.backward()
+
+
+def of_a_parameter(model: Model, x: Tensor) -> None:
+    loss = model(x)
+    with torch.no_grad():
+        model.blocks[0].one.bias.add_(1)  # which nothing saves
+    loss.backward()
+
+
+def for_one_call(model: Model, x: Tensor) -> None:
+    params = {name: 2 * param for name, param in model.named_parameters()}
+    torch.func.functional_call(model, params, (x,)).backward()
+
+
+@pytest.mark.parametrize("step", [of_an_input, of_a_parameter, for_one_call])
+def test_a_change_after_forward_is_an_error(step: Callable[[Model, Tensor], None]) -> None:
+    """The second forward would have other results, and the gradients would be wrong."""
+    with pytest.raises(RuntimeError, match="a checkpointed Plain cannot be computed again"):
+        step(recomputed(Model(Plain)), torch.randn(ROWS, WIDTH))
+
+
+def test_transforms_of_torch_func_compute_nothing_again() -> None:
+    model, x = Model(Plain), torch.randn(ROWS, WIDTH)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def gradients() -> list[Tensor]:
+        call = torch.func.grad(lambda some: torch.func.functional_call(model, some, (x,)))
+        return [*call(params).values()]
+
+    plain = gradients()
+    recomputed(model)
+    assert equal(plain, gradients())
 
 
 def test_saved_bytes() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _C
-from .recompute import Buffers
+from .recompute import Buffers, Drawn
 
 Step = Callable[[], object]
 COPIED = 64 << 20  # bytes, to measure the rate of copies
@@ -45,21 +43,15 @@ class UndoneStep:
         copies += [copy for *_, copy in self._buffers]
         self.nbytes = sum(map(_nbytes, copies))
         self.changing: Buffers = []
-        self._numpy = sys.modules.get("numpy")
 
     def __call__(self) -> None:
         """Raises ValueError if the step changes parameters."""
-        drawn = random.getstate()
-        numpy_drawn = self._numpy and self._numpy.random.get_state()
         try:
-            with torch.random.fork_rng(self._device):
+            with Drawn(), torch.random.fork_rng(self._device):
                 self._step()
             self.changing = [(module, name) for module, name, *_ in self._changed()]
         finally:
             self._put_back()
-            random.setstate(drawn)
-            if self._numpy is not None:
-                self._numpy.random.set_state(numpy_drawn)
         if any(param._version != version for param, version in self._params):
             raise ValueError("step() has changed parameters: leave out optimizer.step()")
 
