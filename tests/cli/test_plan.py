@@ -1,5 +1,6 @@
 """`plan`: what a dry run counts, what each way takes, the choice, and errors."""
 
+import gc
 import json
 import re
 import sys
@@ -242,6 +243,17 @@ def test_a_dry_run_counts_bytes_and_operations() -> None:
     assert run.live[id(last.weight)] >= inside + last.weight.nbytes
     assert run.live[id(first.weight)] <= 2 * inside + first.weight.nbytes + first.bias.nbytes
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_what_a_script_has_frozen_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: called.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: called.append("unfreeze"))
+    for frozen in (1, 0):
+        monkeypatch.setattr(gc, "get_freeze_count", lambda frozen=frozen: frozen)
+        with NoMemory():
+            dry_run(*_three(10))
+        assert called == ([] if frozen else ["freeze", "unfreeze"])
 
 
 def test_checkpoints_keep_inputs_alone() -> None:

@@ -1,5 +1,6 @@
 """What the doctor turns on and off between steps, what it measures of a machine, what it says."""
 
+import gc
 import itertools
 import time
 from collections import Counter
@@ -114,10 +115,16 @@ def test_switches_are_those_that_can_gain() -> None:
         "denormals are zero",
     }
     shares = {"data": 0.5, "clipping": 0.3, "scaler": 0.2}
-    found = chosen(shares, faults=1e6, zeroes=True, collecting=0.5, cuda=True)
-    assert {SAME_BATCH, CLIPS, SCALES, "memory is kept", "objects are frozen"} <= found.keys()
+    found = chosen(shares, faults=1e6, zeroes=True, cuda=True)
+    assert {SAME_BATCH, CLIPS, SCALES, "memory is kept"} <= found.keys()
     assert {"gradients set to None", "cudnn.benchmark", "products in TF32"} <= found.keys()
     assert "all of `run` but its loader" in found
+
+
+def test_what_a_script_has_frozen_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for frozen in (1, 0):
+        monkeypatch.setattr(gc, "get_freeze_count", lambda frozen=frozen: frozen)
+        assert ("objects are frozen" in chosen({}, collecting=0.5)) == (not frozen)
 
 
 def test_switches_of_other_kinds_than_asked_for_are_left_out() -> None:

@@ -77,7 +77,7 @@ def switches(
         chosen.append(Switch(CLIPS, ours[2], {"parts": ["clip"]}))
     if found["zeroes"]:
         chosen.append(Switch(TO_NONE, zero_to_none, {"set_to_none": True}))
-    if found["collecting"] > LEAST_SHARE:
+    if found["collecting"] > LEAST_SHARE and not gc.get_freeze_count():
         chosen.append(Switch(FROZEN, _freeze, {"freeze": True}))
     if found["cuda"]:
         chosen.append(Switch(TUNED, tune_convolutions, {"cudnn_benchmark": True}))

@@ -86,14 +86,17 @@ def dry_run(model: nn.Module, loss: Callable[[], Tensor]) -> DryRun:
     trained = [param for param in model.parameters() if param.requires_grad]
     hook: Callable[..., Any] = nn.Parameter.register_post_accumulate_grad_hook
     handles = [hook(param, arrived) for param in trained]
-    gc.freeze()  # so that collecting takes no time
+    freezes = not gc.get_freeze_count()  # unfreeze() would let go of what others have frozen
+    if freezes:
+        gc.freeze()  # so that collecting takes no time
     try:
         with FlopCounterMode(display=False) as counter, meter:
             value = loss()
             found.kept = meter.now
             value.backward()  # type: ignore[no-untyped-call]
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         for handle in handles:
             handle.remove()
     found.flops = counter.get_total_flops()
