@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import faststep.data as fs
 from tests.data.written import FIELDS, WRITERS
-kind, folder, many, few = sys.argv[1], sys.argv[2], 300, 256
+kind, folder, many, few = sys.argv[1], sys.argv[2], 300, 128
 names = [f"{folder}/{i:05}" for i in range(many)]
 for i, name in enumerate(names):
     if kind == "tokens":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -26,9 +27,13 @@ _left_behind: list[object] = []
 
 
 def _drop_old(newest: FileDataset) -> None:
-    """Let go of what was opened first, beyond MOST_OPEN; a thread that reads it ends that first."""
+    """Let go of what was opened first, beyond MOST_OPEN; a thread that reads it ends that first.
+
+    A forked child has descriptors of its parent's files too: each takes a quarter of the limit.
+    """
     _opened.append(weakref.ref(newest))
-    while len(_opened) > MOST_OPEN:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    while len(_opened) > min(MOST_OPEN, descriptors // 4):
         dataset = _opened.popleft()()
         if dataset is not None and dataset is not newest:
             dataset.close()
