@@ -488,3 +488,12 @@ def test_code_that_lies_in_no_file(options: tuple[str, ...]) -> None:
         shown.append((done.returncode, done.stdout, lines))
     assert shown[0] == shown[1]
     assert shown[0][0] == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_program_with_a_closed_stream(closed: str, tmp_path: Path) -> None:
+    code = "import sys\nopen(sys.argv[1], 'w').write('written')\nsys.exit(3)\n"
+    run = [sys.executable, "-m", "faststep", "run", "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *run], check=False)
+    assert done.returncode == 3
+    assert (tmp_path / "file").read_text() == "written"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 
@@ -49,7 +48,6 @@ def start(
         say("; ".join(filter(None, done)) or "nothing is changed")
         # The first that is registered runs last: what the program registers is measured too.
         atexit.register(report.at_exit)
-    sys.stdout.flush()
     program.run()
 
 
