@@ -294,3 +294,21 @@ assert batch.shape == (2, 50_000)
 print(ours._faststep.workers._latest.memory.counts()["taken"], flush=True)
 """
     assert after_ctrl_c(WORKERS % False + text) == (0, "0\n", "")
+
+
+def test_an_interrupt_after_a_fork_leaves_no_lock(programs: Programs) -> None:
+    text = """
+import _thread, os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.register_at_fork(after_in_parent=_thread.interrupt_main)  # the next Python function raises it
+import faststep.data
+signal.alarm(60)
+for _ in range(2):
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+print("forked")
+"""
+    done = programs.run(text)
+    assert "KeyboardInterrupt" in done.stderr
+    assert (done.returncode, done.stdout) == (0, "forked\n")

@@ -125,7 +125,6 @@ _write_ends: list[int] = []
 
 
 def _before_fork() -> None:
-    _forking.acquire()
     own = [arena for arena in list(_arenas.values()) if arena.process == os.getpid()]
     seen = [(arena, blocks) for arena in own if (blocks := arena.memory.pin())]
     if not seen:
@@ -145,12 +144,10 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     while _write_ends:
         os.close(_write_ends.pop())
-    _forking.release()
 
 
 def _after_fork_in_child() -> None:
     _write_ends.clear()  # they are open until the child ends
-    _forking.release()
     for arena in list(_arenas.values()):
         arena._kept = []  # the blocks are its parent's
 
@@ -159,6 +156,13 @@ os.register_at_fork(
     before=_before_fork,
     after_in_parent=_after_fork_in_parent,
     after_in_child=_after_fork_in_child,
+)
+# Held around the three. It is released where an interrupt ends one of them: these are no functions
+# of Python's.
+os.register_at_fork(
+    before=_forking.acquire,
+    after_in_parent=_forking.release,
+    after_in_child=_forking.release,
 )
 
 
