@@ -362,6 +362,19 @@ def test_blocks_that_are_checkpointed_save_nothing_more() -> None:
     assert set(saved_by(step_of(model), model, list(model.blocks))[0].values()) == {0}
 
 
+def test_blocks_that_write_to_their_inputs_are_not_chosen() -> None:
+    """torch's checkpoint refuses them in backward."""
+
+    class Writes(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.relu_())
+
+    model = Model(Writes)
+    model.blocks[3] = Plain()
+    found, _ = saved_by(step_of(model), model, list(model.blocks))
+    assert list(found.values()) == [0, 0, 0, 2 * NBYTES]
+
+
 def test_the_choice_takes_the_least_time() -> None:
     draws = random.Random(0)
     for _ in range(200):

@@ -153,7 +153,7 @@ def saved_by(
     """The bytes that each block saves at the moment of a step when all together save most.
 
     What blocks get or return is not theirs, as others hold it, too, nor is what checkpoints inside
-    of a block compute again.
+    of a block compute again. A block that writes to its inputs cannot be computed again: 0 bytes.
 
     Returns:
         By the index of each block, in the order in which they were called first; and what is saved
@@ -162,21 +162,27 @@ def saved_by(
     fixed = (*model.parameters(), *model.buffers())
     saved = _Saved({_key(one) for one in fixed if one.layout is torch.strided})
     order: dict[int, None] = {}
+    entered: list[list[tuple[Tensor, int]]] = []
+    written: set[int] = set()
 
     def enter(index: int, args: object, kwargs: object) -> None:
         order[index] = None
         saved.outside = -1 - len(order)
-        saved.inside.append((index, set(_keys_in((args, kwargs)))))
+        inputs = [*_tensors_in((args, kwargs))]
+        saved.inside.append((index, set(map(_key, inputs))))
+        entered.append([(one, one._version) for one in inputs if not one.is_inference()])
 
     def leave(index: int, output: object) -> None:
         saved.inside.pop()
-        saved.disown(index, _keys_in(output))
+        saved.disown(index, map(_key, _tensors_in(output)))
+        if any(one._version != version for one, version in entered.pop()):
+            written.add(index)
 
     with saved_tensors_hooks(saved.pack, saved.unpack):
         _hooked(step, blocks, enter, leave)
     saved.note()
     outside = [saved.at_most[-1 - count] for count in range(len(order) + 1)]
-    return {index: saved.at_most[index] for index in order}, outside
+    return {one: 0 if one in written else saved.at_most[one] for one in order}, outside
 
 
 def _hooked(
@@ -272,11 +278,11 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _keys_in(value: object) -> Iterator[int]:
-    """The storages of tensors in tuples, lists and mappings."""
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The strided tensors in tuples, lists and mappings."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided:
-            yield _key(value)
+            yield value
     elif isinstance(value, (tuple, list, Mapping)):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _keys_in(one)
+            yield from _tensors_in(one)
