@@ -1,8 +1,10 @@
 """Blocks that are computed again in backward, so that a step stays within a limit."""
 
 import copy
+import gc
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -350,6 +352,18 @@ def test_saved_bytes() -> None:
     model.blocks[1], model.blocks[2] = model.blocks[3], model.blocks[3]
     found, _ = saved_by(step, model, [model.blocks[0], model.blocks[3]])
     assert list(found.values()) == [2 * NBYTES, 3 * 2 * NBYTES]
+
+
+def test_measuring_keeps_nothing_that_backward_does_not_read() -> None:
+    model, x, unread = Model(Plain), torch.randn(ROWS, WIDTH), []
+
+    def step() -> None:
+        unread.append(weakref.ref(model.head(x).exp()))  # whose backward would read itself
+        model(x).backward()
+
+    saved_by(step, model, list(model.blocks))
+    gc.collect()
+    assert unread[0]() is None
 
 
 def test_blocks_that_are_checkpointed_save_nothing_more() -> None:

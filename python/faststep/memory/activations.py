@@ -268,7 +268,8 @@ class _Pack:
     """A tensor that the graph holds; the end of it is told."""
 
     def __init__(self, saved: _Saved, key: int, tensor: Tensor) -> None:
-        self.tensor, self._saved, self._key = tensor, saved, key
+        self.tensor = tensor.detach()  # an output that keeps its node, and so this, would stay
+        self._saved, self._key = saved, key
 
     def __del__(self) -> None:
         self._saved.drop(self._key)
