@@ -111,6 +111,7 @@ def test_copies_are_not_offloaded(way: Any) -> None:
     pairs = both()
     copied = [way(pair) for pair in pairs]
     assert copied[0][1]._stepper is None
+    assert not copied[0][1]._step_supports_amp_scaling  # so a scaler unscales, as for any other
     for model, optimizer in (*pairs, *copied):
         steps(model, optimizer, seed=3)
     assert_same(*left_by(copied))

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch.modes import is_watched
 from .._torch.optim import global_post_hooks, global_pre_hooks
+from ..grads.owners import unscaling
 from ..optim.base import FusedOptimizer
 
 
@@ -35,6 +36,8 @@ class AskedToUnscale:
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = None if optimizer._is_asked_to_unscale else weakref.ref(optimizer)
+        if self._optimizer is not None:
+            unscaling.set(optimizer, self)
         optimizer._is_asked_to_unscale = True
 
     def remove(self) -> None:
@@ -42,6 +45,7 @@ class AskedToUnscale:
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None:
             vars(optimizer).pop("_is_asked_to_unscale", None)
+            unscaling.pop(optimizer)
         self._optimizer = None
 
 

@@ -78,6 +78,9 @@ releasing: ByOptimizer[object] = ByOptimizer(weakly=True)
 offloading: ByOptimizer[object] = ByOptimizer(weakly=True)
 """Optimizers whose states `faststep.offload` keeps in host memory."""
 
+unscaling: ByOptimizer[object] = ByOptimizer(weakly=True)
+"""Optimizers whose step unscales because one of these needs it; a copy of one does not."""
+
 
 def refuse_clipping(parameters: Iterable[Tensor]) -> None:
     """Raise if a parameter's gradient was already used in backward, by release_gradients."""

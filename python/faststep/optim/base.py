@@ -19,7 +19,7 @@ from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import watched_by
 from .._torch.optim import is_of_scheduler
 from .._torch.tensors import has_no_memory
-from ..grads.owners import refuse_shared, releasing
+from ..grads.owners import refuse_shared, releasing, unscaling
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import refuse_group_options, refuse_part
@@ -358,7 +358,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             **state,
             "_max_grad_norm": self._max_grad_norm,
             "_keep_grads": self._keep_grads,
-            "_is_asked_to_unscale": self._is_asked_to_unscale,
+            "_is_asked_to_unscale": self._is_asked_to_unscale and self not in unscaling,
             "_keeps_masters": self._keeps_masters,
             "_has_remainders": self._has_remainders,
             "_kinds": self._kinds,
