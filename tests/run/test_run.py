@@ -497,3 +497,17 @@ def test_a_program_with_a_closed_stream(closed: str, tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *run], check=False)
     assert done.returncode == 3
     assert (tmp_path / "file").read_text() == "written"
+
+
+def test_a_spawned_process_sends_objects_of_the_scripts_classes(run: Run) -> None:
+    source = """
+import multiprocessing
+
+class Own:
+    pass
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(type(pool.apply(Own)) is Own)
+"""
+    assert good(run(source, options=("--only", "clip"))) == "True\n"

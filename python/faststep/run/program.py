@@ -127,7 +127,7 @@ def _new_main(**names: Any) -> dict[str, Any]:
     vars(main).update(names, __builtins__=builtins)
     if sys.version_info < (3, 14):  # from there on Python adds it when a script has annotations
         vars(main)["__annotations__"] = {}
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # as multiprocessing has it
     return vars(main)
 
 
