@@ -284,6 +284,7 @@ def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
     assert silent.stderr == ""
 
 
+LAST = "class Last:\n    def __del__(self): print('gone')\nlast = Last()\n"
 ENDS = {
     "chained": "try:\n    {}[1]\nexcept KeyError as e:\n    raise ValueError('x') from e\n",
     "syntax": "x = 1\ny = = 2\n",
@@ -291,6 +292,8 @@ ENDS = {
     "hook": "import sys\nsys.excepthook = lambda k, v, t: print('hook', k, t.tb_lineno)\n1 / 0\n",
     "names": "import sys\nprint(__name__, __file__, __package__, __spec__, sys.argv, sys.path[0],"
     " sys.modules['__main__'].sys is sys, sorted(vars()))\n",
+    "objects at exit": f"{LAST}raise SystemExit(3)\n",
+    "objects at an error": f"{LAST}1 / 0\n",
     "atexit": "import atexit\natexit.register(print, 'last')\nraise SystemExit(3)\n",
 }
 

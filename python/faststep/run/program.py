@@ -135,6 +135,8 @@ def _shown_as_pythons(run: Callable[[], object]) -> None:
     """Call it; if an exception ends the process, its traceback begins in the program."""
     try:
         run()
+    except SystemExit:
+        raise
     except BaseException as error:
         _show_once(error, of_program(error))
         raise
@@ -158,6 +160,7 @@ def _show_once(error: BaseException, shown: types.TracebackType | None) -> None:
     hook = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
+        sys.excepthook = hook  # this one has the traceback, and so the program's objects
         if value is error:
             traceback = shown
         hook(kind, value.with_traceback(traceback), traceback)
