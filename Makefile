@@ -90,7 +90,7 @@ demo: build ## train three small models, with plain torch and under run; plot in
 
 test: build ## run all tests on all cores, those of the CPU loops over elements on each lower instruction set, too
 	@echo 'The tests run in parts, side by side: $(TEST_PARTS) levels. Each prints when it has ended.'
-	+@OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory -o build -k -O -j$$(($$(nproc) + 1)) $(TEST_PARTS:%=test-%) levels
+	+@OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory -o build -k -O -j$$(nproc) $(TEST_PARTS:%=test-%) levels
 
 tests: build ## run all tests one after another on the best instruction set; ARGS are options of pytest
 	$(BIN)/python -m pytest -q $(ARGS)
