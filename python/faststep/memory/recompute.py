@@ -113,7 +113,7 @@ class Drawn(AbstractContextManager[None]):
 
 def _random_state() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
 
 
 def _set_random_state(python: Any, numpy: Any) -> None:
