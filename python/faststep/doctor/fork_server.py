@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +56,9 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        self._lock = threading.Lock()
         self._readers = [
-            threading.Thread(target=_drain, args=(stream, kept), daemon=True)
+            threading.Thread(target=_drain, args=(stream, kept, self._lock), daemon=True)
             for stream, kept in ((self._process.stdout, None), (self._process.stderr, self._said))
         ]
         for one in self._readers:
@@ -89,8 +92,17 @@ class ForkServer:
             return True
         return True
 
-    def kill(self) -> str:
-        """End the server and its run; returns the newest of what they have said on stderr."""
+    def said(self) -> str:
+        """The newest of what a run that has ended has said on stderr."""
+        stream = self._process.stderr
+        while True:
+            with self._lock:  # nothing is between the pipe and what is kept
+                if stream is None or stream.closed or not _waiting(stream):
+                    return b"".join(self._said).decode(errors="replace")
+            time.sleep(POLLED)
+
+    def kill(self) -> None:
+        """End the server and its run."""
         self._socket.close()  # which tells it
         try:
             self._process.wait(PATIENCE)
@@ -99,15 +111,24 @@ class ForkServer:
             self._process.wait()
         for one in self._readers:
             one.join(PATIENCE)
-        return b"".join(self._said).decode(errors="replace")
 
 
-def _drain(stream: IO[bytes], kept: list[bytes] | None) -> None:
+def _drain(stream: IO[bytes], kept: list[bytes] | None, lock: threading.Lock) -> None:
     """Read a stream to its end; the newest of it is kept."""
-    while text := os.read(stream.fileno(), MOST_READ):
-        if kept is not None:
-            kept[:] = [*kept[-1:], text]
-    stream.close()
+    text = b"."
+    while text:
+        select.select([stream], [], [])
+        with lock:
+            text = os.read(stream.fileno(), MOST_READ)
+            if kept is not None:
+                kept[:] = [*kept[-1:], text]
+            if not text:
+                stream.close()
+
+
+def _waiting(stream: IO[bytes]) -> int:
+    """How many bytes nobody has read."""
+    return int.from_bytes(fcntl.ioctl(stream, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def serve(orders: int) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Runs:
         if error := found.get("error", ""):
             if "\n" not in error:  # no traceback: what it has said itself
                 server = self._servers[order["change"].get("preload", "")]
-                error += f":\n{server.kill()[-2000:]}".rstrip(":\n")
+                error += f":\n{server.said()[-2000:]}".rstrip(":\n")
             raise DoctorError(f"the script {error.rstrip()}{self._hint(error)}")
         if len(found["steps"]) < 2:
             raise DoctorError(
