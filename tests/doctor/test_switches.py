@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +206,15 @@ class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     for kind in (torch.utils.data.DataLoader, BaseDataLoaderIter):
         for name in {"__iter__", "__next__"} & vars(kind).keys():
             monkeypatch.setattr(kind, name, vars(kind)[name])
     made = Loop()
     made.watch()
-    return made
+    yield made
+    for use in made.uses.values():  # a loader in a cycle ends its workers after 5 s
+        use.loader._iterator = None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
