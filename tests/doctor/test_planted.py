@@ -46,8 +46,7 @@ def measured(tmp_path: Path, started_in: Path, runs_of: Callable[..., Runs]) -> 
 def test_the_cause_is_suspected_first(name: str, measured: Measured) -> None:
     body, ranks = (ON_RANKS[name], 2) if name in ON_RANKS else (PLANTED[name], 1)
     only = SWITCHED.get(name, [])
-    seconds = 3.0 if only else 1.0  # a switch is turned often enough beside other tests, too
-    found = suspects(measured(ALONE + body if only else body, seconds, ranks, only))
+    found = suspects(measured(ALONE + body if only else body, 1.0, ranks, only))
     assert found, "nothing is suspected"
     assert found[0].cause == name.partition(" by ")[0], found
 
