@@ -76,7 +76,7 @@ def test_plans_take_the_states_that_the_fuzzer_gives_a_rule(
 
 @pytest.mark.parametrize("kind", ["crash", "hang", "fault"])
 def test_it_finds(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limit = ["--hang", "10"] if kind == "hang" else []
+    limit = ["--hang", "4"] if kind == "hang" else []
     report = fuzz(1, AT_MOST, tmp_path, "--plant", kind, *limit, most=1)
     assert len(report.failures) == 1
     text = report.failures[0].read_text()
