@@ -55,6 +55,7 @@ def run(programs: Programs) -> Run:
 
 
 TRAINING = """
+at_first = peak()
 if sys.argv[1] == "retain":
     assert memory.retain()
 torch.manual_seed(0)
@@ -71,7 +72,7 @@ for step in range(8):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-print(faults() - before, peak(), loss.item())
+print(faults() - before, peak() - at_first, loss.item())
 """
 
 
@@ -91,9 +92,9 @@ def train(program: str, *arguments: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.parametrize("gradients", ["hold", "release"])
-def test_training_takes_no_page_faults_and_no_more_memory(gradients: str) -> None:
-    plain_faults, plain_peak, plain_loss = train(BEGIN + TRAINING, "plain", gradients)
-    kept_faults, kept_peak, kept_loss = train(BEGIN + TRAINING, "retain", gradients)
+def test_training_takes_no_page_faults_and_no_more_memory(run: Run, gradients: str) -> None:
+    plain_faults, plain_peak, plain_loss = run(TRAINING, "plain", gradients).split()
+    kept_faults, kept_peak, kept_loss = run(TRAINING, "retain", gradients).split()
     assert int(plain_faults) > (1000 if gradients == "hold" else 0)
     assert int(kept_faults) < max(int(plain_faults) / 100, 100)
     assert int(kept_peak) <= int(plain_peak) * 1.05
@@ -122,14 +123,14 @@ params = [*lstm.parameters(), *head.parameters()]
 optimizer = Adam(params)
 text, target = torch.randn(32, 64, 256), torch.randint(96, (32 * 64,))
 passes = updates = 0
-for step in range(12):
+for step in range(6):
     begun = faults()
     logits = head(lstm(text)[0]).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits, target).backward()
     between = faults()
     clip_grad_norm_(params, 0.5)
     optimizer.step()
-    if step >= 4:
+    if step >= 2:
         passes, updates = passes + between - begun, updates + faults() - between
     optimizer.zero_grad()
 print(passes, updates)
@@ -146,10 +147,10 @@ def test_an_lstm_takes_no_more_page_faults_with_imports_swapped() -> None:
     fixed = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}
     plain = [int(count) for count in train(READING, "plain", **fixed)]
     swapped = [int(count) for count in train(READING, "swapped", **fixed)]
-    assert plain[0] > 8 * 1000
+    assert plain[0] > 4 * 1000
     assert abs(swapped[0] - plain[0]) < plain[0] / 8
-    assert plain[1] > 8 * 1000  # of clip and step
-    assert swapped[1] < 8  # of clip and step
+    assert plain[1] > 4 * 1000  # of clip and step
+    assert swapped[1] < 4  # of clip and step
 
 
 def test_limit_release_and_undo(run: Run) -> None:
