@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from programs import Programs
+
 from .loops import TOLERANCE, worst
 
 MODEL = """
@@ -154,21 +156,16 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("before", [(), ("--no-python", sys.executable)], ids=["", "--no-python"])
-def test_torchrun(before: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "before"), [(2, ()), (1, ("--no-python", sys.executable))])
+def test_torchrun(count: int, before: tuple[str, ...], tmp_path: Path, programs: Programs) -> None:
     """Each rank is swapped, and the first one alone says so."""
-    launcher = ("torch.distributed.run", "--nproc-per-node=2", *before, "-m", "faststep")
     script = tmp_path / "script.py"
     script.write_text(RANKS)
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "run", str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
+    torchrun = "from torch.distributed.run import main\nmain()"
+    words = (f"--nproc-per-node={count}", *before, "-m", "faststep", "run", str(script))
+    done = programs.run(torchrun, *words, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"faststep.run.optimizers {rank}" for rank in (0, 1)
+        f"faststep.run.optimizers {rank}" for rank in range(count)
     ]
     assert done.stderr.count("AdamW (faststep's): 1 object, 3 steps") == 1
