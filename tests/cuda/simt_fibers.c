@@ -1,6 +1,6 @@
 /* simt_fibers.c - runs kernels on one thread: blocks one after another, the threads of a block as
- * fibers that run from barrier to barrier. Says where threads wait at different barriers, or leave
- * while others wait. Shared memory is new and poisoned for every block. */
+ * fibers that run from barrier to barrier, warp by warp. Says where threads wait at different
+ * barriers, or leave while others wait. Shared memory is new and poisoned for every block. */
 #include "simt_common.h"
 #include "simt_switch.h"
 
@@ -154,7 +154,7 @@ static void shuffle(unsigned *order, unsigned count)
         order[i] = i;
         if (seed) {
             seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-            const unsigned other = (unsigned)((seed >> 33) % (i + 1));
+            const unsigned other = (unsigned)((seed >> 33) * (i + 1) >> 31);
             order[i] = order[other];
             order[other] = i;
         }
@@ -200,24 +200,30 @@ static int meet_in_warp(unsigned first)
     return 1;
 }
 
-/* Runs every fiber that can, then lets those go on that have met. 0 when nobody is left. */
+/* Runs a warp until all of its threads wait for other warps, or are gone. */
+static void run_warp(unsigned first)
+{
+    unsigned order[SIMT_WARP];
+    do {
+        shuffle(order, SIMT_WARP);
+        for (unsigned i = 0; i < SIMT_WARP; i++)
+            if (fibers[first + order[i]].state == READY)
+                resume(first + order[i]);
+    } while (meet_in_warp(first));
+}
+
+/* Runs all warps, then lets them go on from the barrier. 0 when nobody is left. */
 static int run_round(unsigned count)
 {
-    unsigned order[SIMT_MAX_BLOCK], ran = 0, met = 0, gone = 0;
-    shuffle(order, count);
-    for (unsigned i = 0; i < count; i++)
-        if (fibers[order[i]].state == READY) {
-            resume(order[i]);
-            ran++;
-        }
+    unsigned order[SIMT_MAX_BLOCK / SIMT_WARP], gone = 0;
+    shuffle(order, count / SIMT_WARP);
+    for (unsigned i = 0; i < count / SIMT_WARP; i++)
+        run_warp(order[i] * SIMT_WARP);
     for (unsigned i = 0; i < count; i++)
         gone += fibers[i].state == GONE;
     if (gone == count)
         return 0;
-    for (unsigned first = 0; first < count; first += SIMT_WARP)
-        met += (unsigned)meet_in_warp(first);
-    met += (unsigned)meet(0, count, AT_BARRIER);
-    if (!ran && !met)
+    if (!meet(0, count, AT_BARRIER))
         simt_complain("%s: some threads wait in a shuffle and some at a barrier", kernel->name);
     return !simt_message[0];
 }

@@ -12,14 +12,21 @@ typedef struct {
     void *stack_pointer;
 } simt_context;
 
-/* Keeps what a function must preserve, changes the stack, and returns on the other one. */
-__attribute__((naked, noinline)) static void simt_switch(simt_context *from __attribute__((unused)),
-                                                         const simt_context *to
-                                                         __attribute__((unused)))
+/* Changes the stack, and goes on where the other one was left. Part of its caller: the processor
+ * predicts a jump between fibers that wait in one place, and not a return to another stack's. */
+__attribute__((always_inline)) static inline void simt_switch(simt_context *from,
+                                                              const simt_context *to)
 {
-    __asm__("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
-            "movq %rsp, (%rdi)\n movq (%rsi), %rsp\n"
-            "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
+    __asm__ volatile("leaq -128(%%rsp), %%rsp\n" /* what the caller may use without saying so */
+                     "pushq %%rbp\n pushq %%rbx\n leaq 1f(%%rip), %%rax\n pushq %%rax\n"
+                     "movq %%rsp, (%0)\n movq (%1), %%rsp\n popq %%rax\n jmp *%%rax\n"
+                     "1: popq %%rbx\n popq %%rbp\n leaq 128(%%rsp), %%rsp\n"
+                     : "+D"(from), "+S"(to)
+                     :
+                     : "rax", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
+                       "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8",
+                       "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "cc",
+                       "memory");
 }
 
 /* Makes `context` start in `entry`, which never returns. */
@@ -28,8 +35,6 @@ static void simt_context_make(simt_context *context, char *stack, size_t size, v
     uintptr_t *top = (uintptr_t *)(((uintptr_t)stack + size) & ~(uintptr_t)15);
     *--top = 0; /* a return address for entry, which keeps the stack aligned */
     *--top = (uintptr_t)entry;
-    for (int i = 0; i < 6; i++)
-        *--top = 0;
     context->stack_pointer = top;
 }
 
