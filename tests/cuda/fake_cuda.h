@@ -45,8 +45,9 @@ void fake_cuda_close_stream(void *stream);
 /* Destroys a stream, without waiting for its work, and gives its handle to a new one. */
 void fake_cuda_recreate_stream(void *stream);
 
-/* Runs all that is queued. */
+/* Runs all that is queued: of all streams, or of one and of what it waits for. */
 void fake_cuda_synchronize(void);
+void fake_cuda_run(void *stream);
 
 /* Captures a stream into a graph, which another one joins until that ends, as by an event; replays
  * a graph on a stream. */

@@ -188,6 +188,13 @@ void fake_cuda_synchronize(void)
     fake_unlock();
 }
 
+void fake_cuda_run(void *stream)
+{
+    fake_lock();
+    fake_run_until(stream, ((fake_stream *)stream)->submitted);
+    fake_unlock();
+}
+
 typedef struct {
     void *to;
     const void *from;

@@ -187,8 +187,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Runs this stream, and of the others only what it waits for."""
-        event = self.record_event()
-        self.late.must("cuEventSynchronize", event.handle)
+        self.late.machine.library.fake_cuda_run(ctypes.c_void_p(self.handle))
 
 
 class Event:

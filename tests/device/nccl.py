@@ -39,7 +39,7 @@ ASKING = {  # functions that neither read nor write elements
     "__get__", "__set__", "data_ptr", "detach", "dim", "is_floating_point", "is_neg", "numel",
     "size", "stride", "untyped_storage",
 }  # fmt: skip
-BETWEEN_DEVICES = {"__set__", "__setitem__", "copy_", "equal"}
+BETWEEN_DEVICES = {"__get__", "__set__", "__setitem__", "copy_", "equal"}
 
 
 class Work:
@@ -217,10 +217,9 @@ def _check_devices(func: Any, args: Sequence[Any]) -> None:
     if func.__name__ in BETWEEN_DEVICES:
         return
     every = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    tensors = [one for one in every if isinstance(one, Tensor)]
-    if any(isinstance(one, fake.OnCuda) for one in tensors):
-        strange = [one for one in tensors if type(one) is Tensor and one.is_cpu and one.dim()]
-        assert not strange, f"{func.__name__} of tensors on two devices"
+    if any(type(one) is Tensor and one.is_cpu and one.dim() for one in every):
+        on_device = any(isinstance(one, fake.OnCuda) for one in every)
+        assert not on_device, f"{func.__name__} of tensors on two devices"
 
 
 def _group_even_of_one(process_group: Any, replicate_group: Any, timeout: float) -> Any:
