@@ -85,7 +85,7 @@ class Kernel:
     registers: int = 0
     stack: int = 0
 
-    @property
+    @cached_property
     def spills(self) -> int:
         """Instructions that read or write the stack."""
         return sum(one.name in {"LDL", "STL"} for one in self.code)
