@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from programs import Programs
-from ranks import jobs_of, results_of
+from ranks import forked, jobs_of, results_of
 
 try:
     import hypothesis
@@ -22,6 +22,7 @@ else:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a clock as well
     )  # fmt: skip
     hypothesis.settings.load_profile("default")
+forked()  # the workers of loaders that a server forks, too
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -127,7 +127,8 @@ def check(loader: DataLoader[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "context"), [*((kind, "fork") for kind in KINDS), (Map, "spawn"), (Stream, "spawn")]
+    ("kind", "context"),
+    [*((kind, "fork") for kind in KINDS), *((kind, "forkserver") for kind in (Map, Stream))],
 )
 def test_it_reaches_worker_processes(kind: Any, context: str) -> None:
     check(make(kind, multiprocessing_context=context))

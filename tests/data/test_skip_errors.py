@@ -18,7 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
     "process": {"num_workers": 1},
     "processes": {"num_workers": 2, "persistent_workers": True},
-    "spawned": {"num_workers": 1, "multiprocessing_context": "spawn"},
+    "forkserver": {"num_workers": 1, "multiprocessing_context": "forkserver"},
     "threads": {"num_workers": 2, "worker_method": "thread"},
     "device": {"device": "cpu"},
     "device, workers": {"device": "cpu", "num_workers": 2},
