@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,19 +66,20 @@ def test_workers_of_another_loader_are_forked_meanwhile() -> None:
     assert len(list(iterator)) == ROWS // BATCH - 5
 
 
-def after_ctrl_c(text: str) -> tuple[int, str, str]:
+# `ready` says when Ctrl-C may come, from a terminal of its own.
+CTRL_C = """
+import os, signal, threading
+os.setsid()
+signal.alarm(300)
+def ready():
+    threading.Timer(0.3, os.killpg, (os.getpid(), signal.SIGINT)).start()
+"""
+
+
+def after_ctrl_c(programs: Programs, text: str) -> tuple[int, str, str]:
     """Of a program that says when it is ready: its exit code, and what it writes."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", text], start_new_session=True, **pipes)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+    done = programs.run(CTRL_C + text)
+    return done.returncode, done.stdout, done.stderr
 
 
 ARRAYS = """
@@ -109,7 +108,7 @@ def test_the_interpreter_ends(programs: Programs, text: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_ctrl_c() -> None:
+def test_ctrl_c(programs: Programs) -> None:
     text = """
 class Endless:
     def __iter__(self):
@@ -119,7 +118,7 @@ class Endless:
 ours = DataLoader(ours.dataset, batch_sampler=Endless())
 iterator = iter(ours)
 try:
-    print("ready", flush=True)
+    ready()
     for batch in iterator:
         pass
 except KeyboardInterrupt:
@@ -127,7 +126,7 @@ except KeyboardInterrupt:
     del iterator
     print("interrupted", flush=True)
 """
-    assert after_ctrl_c(ARRAYS + text) == (0, "interrupted\n", "")
+    assert after_ctrl_c(programs, ARRAYS + text) == (0, "interrupted\n", "")
 
 
 class Alarm(Exception):  # noqa: N818
@@ -281,10 +280,10 @@ def test_the_program_ends(programs: Programs, persistent: bool, text: str) -> No
     assert not left
 
 
-def test_ctrl_c_with_workers() -> None:
+def test_ctrl_c_with_workers(programs: Programs) -> None:
     text = """
 try:
-    print("ready", flush=True)
+    ready()
     for batch in iterator:
         pass
 except KeyboardInterrupt:
@@ -293,7 +292,7 @@ del iterator
 assert batch.shape == (2, 50_000)
 print(ours._faststep.workers._latest.memory.counts()["taken"], flush=True)
 """
-    assert after_ctrl_c(WORKERS % False + text) == (0, "0\n", "")
+    assert after_ctrl_c(programs, WORKERS % False + text) == (0, "0\n", "")
 
 
 def test_an_interrupt_after_a_fork_leaves_no_lock(programs: Programs) -> None:
