@@ -9,6 +9,7 @@ import gc
 import importlib
 import itertools
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -143,6 +144,9 @@ def _run(rank: int, port: int, jobs: Sequence[Job], send: Any) -> None:
     try:
         gc.freeze()  # each collection would look through, and so copy, what the server has imported
         torch.set_num_threads(1)
+        # A message that wakes its receiver must not interrupt the sender, which holds a lock for
+        # which gloo's threads spin.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         _work(rank, port, jobs, done)
         done(END, "")
     except BaseException:

@@ -98,20 +98,23 @@ def meet(group: Any, what: str, patience: float) -> list[str | None]:
         here = f"faststep/meeting/{group.group_name}/{number}/"
         store.set(f"{here}{me}", what)
         begun = time.monotonic()
+        is_decided = False
         try:
-            if store.add(f"{here}count", 1) < world:
-                while not store.check([f"{here}said"]):
-                    if (waited := time.monotonic() - begun) > patience:
-                        break
-                    time.sleep(min(max(waited / 20, 0.0002), 0.05))
+            is_last = store.add(f"{here}count", 1) == world
+            while not (is_last or (is_decided := store.check([f"{here}said"]))):
+                if (waited := time.monotonic() - begun) > patience:
+                    break
+                time.sleep(min(max(waited / 20, 0.0002), 0.05))
         finally:  # the first one that knows the end decides it for all
-            found = [
-                store.get(here + name).decode() if store.check([here + name]) else None
-                for name in names[:world]
-            ]
-            said: list[str | None] = json.loads(
-                store.compare_set(f"{here}said", "", json.dumps(found))
-            )
+            if is_decided:
+                told = store.get(f"{here}said")
+            else:
+                found = [
+                    store.get(here + name).decode() if store.check([here + name]) else None
+                    for name in names[:world]
+                ]
+                told = store.compare_set(f"{here}said", "", json.dumps(found))
+            said: list[str | None] = json.loads(told)
         if said[me] is None:
             continue  # the others have given up before this rank came
         if me == 0 and None not in said:  # nobody reads the one before any more
