@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import faststep
-from ranks import on_ranks
+from ranks import on_cases, on_ranks
 
 from . import test_offloaded_shards as shards
 from .common import Given, error_of, grads_for
@@ -44,7 +44,7 @@ def both(
     return shards.both(rank, loop, make, dtypes, **{**STAGE3, **options})
 
 
-@on_ranks(2, 3, name=SETS)
+@on_cases((2 + number % 2, name) for number, name in enumerate(SETS))
 def test_few_bits(rank: int, world: int, name: str) -> None:
     both(rank, plain, lambda model: optimizer_of(name, model), [SETS[name][0]])
 
@@ -59,7 +59,7 @@ TYPES: list[tuple[torch.dtype, Any, float | None]] = [
 ]
 
 
-@on_ranks(2, 4, case=range(len(TYPES)))
+@on_cases((2 + 2 * (case % 2), case) for case in range(len(TYPES)))
 def test_types(rank: int, world: int, case: int) -> None:
     dtype, masters, clip = TYPES[case]
     run = both(rank, plain, adamw, [dtype], master_weights=masters, max_grad_norm=clip)

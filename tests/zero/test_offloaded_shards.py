@@ -15,7 +15,7 @@ import faststep
 from faststep import zero
 from faststep.grads.owners import offloading
 from offload.common import assert_same, bits
-from ranks import on_ranks
+from ranks import on_cases, on_ranks
 
 from .checkpoints import load, remove, save, shared_folder
 from .common import HOST, Given, Place, check_error, error_of, grads_for
@@ -133,7 +133,7 @@ ADAMW = {
 }
 
 
-@on_ranks(2, 3, name=SETS)
+@on_cases((2 + number % 2, name) for number, name in enumerate(SETS))
 def test_few_bits(rank: int, world: int, name: str) -> None:
     check_few_bits(rank, name)
 
