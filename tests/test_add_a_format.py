@@ -15,7 +15,7 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     text = page.split("\n## Add a file format\n")[1].split("\n## ")[0]
     module, tests = map(textwrap.dedent, re.findall(r" ```python\n(.*?) ```", text, re.DOTALL))
-    row = re.search(r"`(Format\(.*?\))`", text)
+    row = re.search(r"`(FileFormat\(.*?\))`", text)
     assert row
     package = tmp_path / "faststep"
     shutil.copytree(

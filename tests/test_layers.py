@@ -10,6 +10,7 @@ module.h, functions.def -> torch
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,18 @@ def found_when_planted(
 
 def test_rooms_of_the_package_keep_to_their_order() -> None:
     assert room_violations(ROOT) == []
+
+
+def test_no_name_of_a_module_or_class_stands_twice() -> None:
+    """But what takes the place of a class of torch has its name, and so has faststep's own."""
+    files = [*ROOT.glob("python/faststep/**/*.py*")]
+    files = [one for one in files if one.suffix in (".py", ".pyi")]
+    modules = Counter(one.stem for one in files if one.stem not in ("__init__", "__main__"))
+    swapped = ROOT / "python/faststep/run/loaders.py"
+    texts = [one.read_text() for one in files if one != swapped]
+    classes = Counter(name for text in texts for name in re.findall(r"^class (\w+)", text, re.M))
+    assert len(classes) > 100
+    assert [name for name, count in (modules + classes).items() if count > 1] == []
 
 
 def test_the_rooms_of_the_loader_have_no_circles() -> None:

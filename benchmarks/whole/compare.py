@@ -35,7 +35,7 @@ from turns import interval, play, ratios
 from works import FOLDERS, WORKS, Work
 from written import as_tables
 
-from faststep.cli.busy import Watch
+from faststep.cli.busy import BusyWatch
 from faststep.cli.console import CommandError, ProgressBar
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -212,7 +212,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    watch = Watch()
+    watch = BusyWatch()
     about: Found = {"machine": machine(), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
     if given.smoke:
         results = {**about, "works": smoke(), "others": watch.others()}

@@ -79,7 +79,7 @@ PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given
  * Returns a tuple, or NULL with a Python error. */
 PyObject *fst_level_names(int supported_only);
 
-/* The types Plan (step_plan.c), ReleaseHook (release.c) and Offload (offload_object.c). */
+/* The types Plan (step_plan.c), ReleaseHook (release.c) and OffloadPipe (offload_object.c). */
 extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec, fst_offload_spec;
 
 /* The types Slots (slots_object.c), Gather and Batch (gather.c), and Arena (arena_object.c). */

@@ -14,7 +14,7 @@ from torch import Tensor
 class TensorError(TypeError):
     """A tensor cannot be used: (group, index, role, kind, detail)."""
 
-class Offload:
+class OffloadPipe:
     """Threads that update parameters in host memory, tile by tile.
 
     Args:
@@ -91,13 +91,13 @@ class Plan:
     def forget(self) -> None:
         """Drop the tensors of earlier steps. RuntimeError during a step."""
 
-    def offload(self, offload: Offload, /) -> None:
-        """Let an Offload update the parameters that it has, and return them.
+    def offload(self, offload: OffloadPipe, /) -> None:
+        """Let an OffloadPipe update the parameters that it has, and return them.
 
         A step has allowed their update when it returns.
 
         Raises:
-            TypeError: it is no Offload, or a step runs.
+            TypeError: it is no OffloadPipe, or a step runs.
         """
 
     def settle(

@@ -18,7 +18,7 @@ from faststep.doctor import rates, system
 from faststep.doctor.alternation import Alternation, Switch
 from faststep.doctor.recorder import Recorder
 from faststep.doctor.remedies import general, is_chosen
-from faststep.doctor.second_loader import Loop
+from faststep.doctor.second_loader import ScriptLoaders
 from faststep.doctor.switches import CLIPS, NO_OPTIMIZER, SAME_BATCH, SCALES, switches
 
 FOUND: dict[str, Any] = {
@@ -32,7 +32,7 @@ TORCHS = [clip_grad_norm_]  # where no switch looks for it
 def chosen(
     shares: dict[str, float],
     optimizers: Any = (),
-    loop: Loop | None = None,
+    loop: ScriptLoaders | None = None,
     left: Any = lambda optimizer: None,
     only: Any = (),
     **found: Any,
@@ -42,7 +42,9 @@ def chosen(
         "steps": [0.01] * 10, "phases": {name: 0.1 * share for name, share in shares.items()},
         "faults": 0.0, "cores": 8, "zeroes": False, "collecting": 0.0, "cuda": False, **found,
     }  # fmt: skip
-    return {one.name: one for one in switches(found, optimizers, loop or Loop(), left, only)}
+    return {
+        one.name: one for one in switches(found, optimizers, loop or ScriptLoaders(), left, only)
+    }
 
 
 def test_blocks_of_steps_show_what_a_switch_gains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +208,11 @@ class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptLoaders]:
     for kind in (torch.utils.data.DataLoader, BaseDataLoaderIter):
         for name in {"__iter__", "__next__"} & vars(kind).keys():
             monkeypatch.setattr(kind, name, vars(kind)[name])
-    made = Loop()
+    made = ScriptLoaders()
     made.watch()
     yield made
     for use in made.uses.values():  # a loader in a cycle ends its workers after 5 s
@@ -218,7 +220,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_other_loaders_give_batches_of_the_same_order(loop: Loop, workers: int) -> None:
+def test_other_loaders_give_batches_of_the_same_order(loop: ScriptLoaders, workers: int) -> None:
     """And draw nothing from the generators; then the script's own goes on."""
     loader = torch.utils.data.DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)
     torch.manual_seed(0)
@@ -249,7 +251,7 @@ def test_other_loaders_give_batches_of_the_same_order(loop: Loop, workers: int) 
         assert len(others[6]) == 4
 
 
-def next_of(loader: Any, loop: Loop) -> list[int]:
+def next_of(loader: Any, loop: ScriptLoaders) -> list[int]:
     """What an iterator of the loader gives at present."""
     use = loop.uses[id(loader)]
     assert loop._instead is not None
@@ -257,7 +259,7 @@ def next_of(loader: Any, loop: Loop) -> list[int]:
     return numbers
 
 
-def test_a_loader_that_cannot_be_read_beside(loop: Loop) -> None:
+def test_a_loader_that_cannot_be_read_beside(loop: ScriptLoaders) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
             return iter(range(8))

@@ -14,9 +14,9 @@ from .world import World
 
 def _pipe(world: World) -> Any:
     """One of a few, with parameters; all their memory stays."""
-    made = world.objects.setdefault("Offload", [])
+    made = world.objects.setdefault("OffloadPipe", [])
     if not made:
-        made.append(_C.Offload(2, 1))
+        made.append(_C.OffloadPipe(2, 1))
         made[0].set([_tensors() for _ in range(3)])
     return world.rng.choice(made)
 
@@ -29,9 +29,9 @@ def _tensors() -> tuple[torch.Tensor, ...]:
 
 def offload_new(world: World) -> None:
     args, _ = maybe_bad(world, (world.rng.choice((0, 1, 2, 300)), odd_int(world.rng)))
-    made = world.call("Offload", _C.Offload, args)
-    if made is not None and len(world.objects.setdefault("Offload", [])) < 4:
-        world.objects["Offload"].append(made)
+    made = world.call("OffloadPipe", _C.OffloadPipe, args)
+    if made is not None and len(world.objects.setdefault("OffloadPipe", [])) < 4:
+        world.objects["OffloadPipe"].append(made)
 
 
 def offload_set(world: World) -> None:
@@ -42,36 +42,36 @@ def offload_set(world: World) -> None:
         tuples[-1] = junk(world)
     where = () if world.chance(0.8) else (world.rng.choice((-1, 64, 2**31, -2)), 0)
     args, _ = maybe_bad(world, (tuples, *where))
-    world.call("Offload.set", _pipe(world).set, args)
+    world.call("OffloadPipe.set", _pipe(world).set, args)
 
 
 def offload_arrive(world: World) -> None:
     grad = torch.ones(50) if world.chance(0.8) else any_tensor(world.rng)
     args, _ = maybe_bad(world, (world.rng.choice((0, 1, 5, -1)), grad, world.rng.choice(FLOATS)))
-    world.call("Offload.arrive", _pipe(world).arrive, args)
+    world.call("OffloadPipe.arrive", _pipe(world).arrive, args)
 
 
 def offload_wait(world: World) -> None:
     args = () if world.chance(0.5) else (world.rng.choice((0, 1, 2, -1, -2, 99)),)
-    world.call("Offload.wait", _pipe(world).wait, args)
+    world.call("OffloadPipe.wait", _pipe(world).wait, args)
 
 
 def offload_pace(world: World) -> None:
     args, _ = maybe_bad(world, (world.rng.choice((0.0, 1e9, -1.0)), 1e9))
-    world.call("Offload.pace", _pipe(world).pace, args)
+    world.call("OffloadPipe.pace", _pipe(world).pace, args)
 
 
 def offload_plain(world: World) -> None:
     name = world.rng.choice(("begin", "busy", "settle"))
     args = () if world.chance(0.8) else (junk(world),)
-    world.call(f"Offload.{name}", getattr(_pipe(world), name), args)
+    world.call(f"OffloadPipe.{name}", getattr(_pipe(world), name), args)
 
 
 def plan_offload(world: World) -> None:
-    """A plan whose parameters are those of an Offload, and one that is given anything."""
-    args, _ = maybe_bad(world, (_C.Offload(1, 1),))
+    """A plan whose parameters are those of an OffloadPipe, and one that is given anything."""
+    args, _ = maybe_bad(world, (_C.OffloadPipe(1, 1),))
     world.call("Plan.offload", _C.Plan().offload, args)
-    pipe, plan, tensors = _C.Offload(1, 1), _C.Plan(), _tensors()
+    pipe, plan, tensors = _C.OffloadPipe(1, 1), _C.Plan(), _tensors()
     pipe.set([tensors])
     plan.offload(pipe)
     if world.chance(0.8):
@@ -84,11 +84,11 @@ def plan_offload(world: World) -> None:
 
 
 OFFLOADS = {
-    "Offload": offload_new,
-    "Offload.arrive": offload_arrive,
-    **dict.fromkeys(("Offload.begin", "Offload.busy", "Offload.settle"), offload_plain),
-    "Offload.pace": offload_pace,
-    "Offload.set": offload_set,
-    "Offload.wait": offload_wait,
+    "OffloadPipe": offload_new,
+    "OffloadPipe.arrive": offload_arrive,
+    **dict.fromkeys(("OffloadPipe.begin", "OffloadPipe.busy", "OffloadPipe.settle"), offload_plain),
+    "OffloadPipe.pace": offload_pace,
+    "OffloadPipe.set": offload_set,
+    "OffloadPipe.wait": offload_wait,
     "Plan.offload": plan_offload,
 }

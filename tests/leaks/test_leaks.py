@@ -450,7 +450,7 @@ def offload() -> Iterator[Case]:
     """Threads that are made and dropped, gradients that arrive, and steps on the host."""
     p, values, grad, room = (torch.ones(100) for _ in range(4))
     tensors = (p, values, room, torch.zeros(1, dtype=torch.float64))
-    pipe = _C.Offload(1, 1)
+    pipe = _C.OffloadPipe(1, 1)
     pipe.set([tensors])
     spec = (_C.rules()["sgd"][0], (), False, (0.0, 0.0, 0.0, 0.0, 0.0), False, None)
     plan, nan = _C.Plan(), float("nan")
@@ -465,10 +465,10 @@ def offload() -> Iterator[Case]:
         pipe.settle()
 
     yield step, [p, values, grad, room, spec]
-    yield lambda: _C.Offload(1, 1), []
+    yield lambda: _C.OffloadPipe(1, 1), []
     yield lambda: (pipe.set([tensors]), pipe.pace(0, 0), pipe.busy(), pipe.wait(0)), [*tensors]
     yield lambda: _C.Plan().offload(pipe), [pipe]
-    yield failing(_C.Offload, 0, 1), []
+    yield failing(_C.OffloadPipe, 0, 1), []
     yield failing(pipe.set, [(p, values)]), [p, values]
     yield failing(pipe.set, [tensors], 999), [*tensors]
     yield failing(pipe.set, [(p, values, room, p)]), [p, values, room]
@@ -767,7 +767,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Arena": arena,
     "Batch": lambda: iter([(failing(_C.Batch), [])]),  # gather() makes some
     "Gather": gather,
-    "Offload": offload,
+    "OffloadPipe": offload,
     "Plan": plan,
     "ReleaseHook": release_hook,
     "Slots": slots,

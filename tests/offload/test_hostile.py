@@ -376,7 +376,7 @@ def blocks(task: Path, number: signal.Signals) -> bool:
 def test_threads_leave_signals_to_those_of_the_script() -> None:
     """Else one of them may take a signal that a script waits for by sigwait()."""
     before = set(TASKS.iterdir())
-    offload = _C.Offload(2, 1)
+    offload = _C.OffloadPipe(2, 1)
     tasks = set(TASKS.iterdir()) - before
     assert len(tasks) == 4
     for task in tasks:

@@ -558,7 +558,7 @@ def test_parameters_that_are_divided_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_gradient_that_did_not_arrive_is_an_error() -> None:
     """The threads refuse a step whose gradients they do not have."""
     values, room = torch.ones(9), torch.ones(9)
-    pipe, plan = _C.Offload(1, 1), _C.Plan()
+    pipe, plan = _C.OffloadPipe(1, 1), _C.Plan()
     pipe.set([(torch.ones(9), values, room, torch.zeros(1, dtype=torch.float64))])
     plan.offload(pipe)
     values.grad = room

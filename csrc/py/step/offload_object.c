@@ -1,5 +1,5 @@
-/* The type faststep._C.Offload: threads that copy gradients to the host, update parameters there
- * and copy them back. */
+/* The type faststep._C.OffloadPipe: threads that copy gradients to the host, update parameters
+ * there and copy them back. */
 #include <math.h>
 
 #include "py/step/offload_views.h"
@@ -38,7 +38,7 @@ PyObject *fst_step_offload(PyObject *object, PyObject *offload)
     fst_step_plan *self = (fst_step_plan *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     if (!PyObject_TypeCheck(offload, module->types[FST_OFFLOAD]) || self->busy) {
-        PyErr_SetString(PyExc_TypeError, "expected an Offload, and no step that runs");
+        PyErr_SetString(PyExc_TypeError, "expected an OffloadPipe, and no step that runs");
         return NULL;
     }
     PyObject *before = self->offload;
@@ -54,7 +54,7 @@ static int begin_call(offload_object *self)
     if (fst_offload_check_process((PyObject *)self))
         return -1;
     if (self->setting) {
-        PyErr_SetString(PyExc_RuntimeError, "the parameters of this Offload are being set");
+        PyErr_SetString(PyExc_RuntimeError, "the parameters of this OffloadPipe are being set");
         return -1;
     }
     self->calls++;
@@ -87,7 +87,7 @@ static PyObject *offload_set(PyObject *object, PyObject *args)
         return NULL;
     if (self->setting || self->calls) {
         Py_DECREF(tuples);
-        PyErr_SetString(PyExc_RuntimeError, "another call of this Offload runs");
+        PyErr_SetString(PyExc_RuntimeError, "another call of this OffloadPipe runs");
         return NULL;
     }
     self->setting = 1;
@@ -359,7 +359,7 @@ static PyMethodDef offload_methods[] = {
 };
 
 static PyType_Slot offload_slots[] = {
-    {Py_tp_doc, FST_DOC("Offload(threads, tile, /)",
+    {Py_tp_doc, FST_DOC("OffloadPipe(threads, tile, /)",
                         "Threads that update parameters in host memory, tile by tile.")},
     {Py_tp_new, offload_new},
     {Py_tp_dealloc, offload_dealloc},
@@ -369,7 +369,7 @@ static PyType_Slot offload_slots[] = {
 };
 
 PyType_Spec fst_offload_spec = {
-    .name = "faststep._C.Offload",
+    .name = "faststep._C.OffloadPipe",
     .basicsize = sizeof(offload_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = offload_slots,

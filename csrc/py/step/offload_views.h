@@ -1,4 +1,4 @@
-/* offload_views.h - the tensors that threads of an Offload read and write, by way of views that
+/* offload_views.h - the tensors that threads of an OffloadPipe read and write, by way of views that
  * nobody else has. */
 #pragma once
 

@@ -351,7 +351,7 @@ static PyMethodDef plan_methods[] = {
              "Drop the tensors of earlier steps. Raises RuntimeError during a step.")},
     {"offload", fst_step_offload, METH_O,
      FST_DOC("offload($self, offload, /)",
-             "Let an Offload update the parameters that it has, and return them.")},
+             "Let an OffloadPipe update the parameters that it has, and return them.")},
     {"settle", fst_step_settle, METH_VARARGS,
      FST_DOC("settle($self, index, param_spec, grad_spec, state_specs=(), /)",
              "Take a gradient and states with these specs for a parameter with that one: all are "

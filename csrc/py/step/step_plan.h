@@ -109,7 +109,7 @@ typedef struct {
     size_t part_count;
     fst_param *params;
     size_t param_count;
-    PyObject *offload;      /* the Offload that updates the parameters, or NULL */
+    PyObject *offload;      /* the OffloadPipe that updates the parameters, or NULL */
     PyObject *last_written; /* the list that the last short step returned */
     /* Of each parameter that is a DTensor, its spec and those that its gradient and its states may
      * have; owned. */
@@ -257,7 +257,7 @@ void fst_counter_write(const fst_counter *counter, double value);
 /* offload(offload) of a plan (offload_object.c): its threads update parameters from now on. */
 PyObject *fst_step_offload(PyObject *object, PyObject *offload);
 
-/* What an Offload's threads work on. */
+/* What an OffloadPipe's threads work on. */
 fst_offload *fst_offload_of(PyObject *object);
 
 /* Whether the threads are there, and nobody holds their lock for ever: 0, or -1 with a

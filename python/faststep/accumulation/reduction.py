@@ -21,7 +21,7 @@ _ALONE = 1 << 18  # elements; a tensor of at least so many is reduced in place
 _BUCKET = 1 << 22  # elements; smaller tensors are copied into buckets of at most this size
 
 
-class Sharded(Protocol):
+class ZeroOptimizer(Protocol):
     """The parts of faststep.zero's optimizers that accumulation uses."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -38,7 +38,7 @@ class Sharded(Protocol):
         """Reduce what no_sync() has left."""
 
 
-def is_sharded(optimizer: Any) -> TypeGuard[Sharded]:
+def is_sharded(optimizer: Any) -> TypeGuard[ZeroOptimizer]:
     """True if this is an optimizer of faststep.zero, which builds on nothing of this folder."""
     return isinstance(optimizer, Optimizer) and hasattr(type(optimizer), "add_up")
 
@@ -151,7 +151,7 @@ class ShardedRanks(Ranks):
 
     knows_model = reduces = True
 
-    def __init__(self, optimizer: Sharded) -> None:
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
         super().__init__(None)
         self._optimizer = optimizer
 

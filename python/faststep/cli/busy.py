@@ -15,7 +15,7 @@ def _busy_seconds(stat: str) -> float:
     return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
-class Watch:
+class BusyWatch:
     """From its creation on, what others do; the time of ended children counts as this program's.
 
     Args:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from . import plots
-from .busy import Watch, busy_note
+from .busy import BusyWatch, busy_note
 from .console import CommandError, ProgressBar, at_least, table, times
 from .scripts.meter import PHASES
 
@@ -190,7 +190,7 @@ def run(arguments: argparse.Namespace) -> None:
         f"{arguments.seed}, with {torch.get_num_threads()} threads.",
         flush=True,
     )
-    watch = Watch()
+    watch = BusyWatch()
     found = train(arguments)
     note = busy_note(watch.others())
     for name, results in found.items():

@@ -14,7 +14,7 @@ from .. import _C
 from .._torch.data_loader import BaseDataLoaderIter, call_as_loader, collates_as_default
 from .arrays.array_iterator import ArraysAlone, ArraysByWorkers
 from .arrays.columns import NotArrays
-from .arrays.gather_plan import Plan
+from .arrays.gather_plan import GatherPlan
 from .deliver.copies import copier_of
 from .deliver.stages import BatchStage, DeviceIterator, LeavingOut, Transformed
 from .options import OPTIONS, Extras, Path, Unprepared
@@ -255,7 +255,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return {**vars(self), "_faststep": copy.copy(self._faststep), "_iterator": None}
 
 
-def _plan_of(loader: DataLoader[Any]) -> Plan | str:
+def _plan_of(loader: DataLoader[Any]) -> GatherPlan | str:
     """The plan by which threads gather the batches, or why there is none."""
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable"
@@ -266,7 +266,7 @@ def _plan_of(loader: DataLoader[Any]) -> Plan | str:
     if loader.num_workers and loader.worker_init_fn is not None:
         return "worker_init_fn has to run in worker processes"
     try:
-        plan = Plan(loader.dataset)
+        plan = GatherPlan(loader.dataset)
     except NotArrays as reason:
         return str(reason)
     if not collates_as_default(loader.collate_fn, plan.structure.container_types()):
@@ -303,7 +303,7 @@ def _host_iterator(loader: DataLoader[Any]) -> Any:
     return iterator
 
 
-def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | None) -> Any:
+def _iterator_from(loader: DataLoader[Any], plan: GatherPlan | str, state: State | None) -> Any:
     own = loader._faststep
     if loader.num_workers:
         call_as_loader(loader.check_worker_number_rationality)

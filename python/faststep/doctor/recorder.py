@@ -29,7 +29,7 @@ from . import gpu, inspected, rates, system
 from .alternation import Alternation
 from .phases import Place
 from .sampler import Sampler
-from .second_loader import Loop
+from .second_loader import ScriptLoaders
 from .switches import switches
 
 INTERVAL = 0.01  # seconds between two looks at the stack
@@ -114,7 +114,7 @@ class Recorder:
         self._autocast_steps = 0
         self._autocasts: Counter[str] = Counter()
         self._losses: list[torch.Tensor] = []
-        self._loop = Loop()
+        self._loop = ScriptLoaders()
         self._allocated = _allocated()
         self._alternation: Alternation | None = None  # after what is measured otherwise
         self._collecting = self._collects_since = 0.0  # seconds, of the garbage collector

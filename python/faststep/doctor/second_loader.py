@@ -39,7 +39,7 @@ COPIED = (
 AHEAD = 2  # batches that each worker loads ahead, where nothing else is said
 
 
-class Loop:
+class ScriptLoaders:
     """What gives a script its batches.
 
     Attributes:

@@ -31,7 +31,7 @@ from .remedies import (
     TUNED,
     is_chosen,
 )
-from .second_loader import Loop
+from .second_loader import ScriptLoaders
 
 LEAST_SHARE = 0.04  # of a step, in which a switch must have something to gain
 SAME_BATCH, NO_OPTIMIZER = "one batch again and again", "no optimizer"
@@ -42,7 +42,7 @@ Turn = Callable[[bool], object]
 def switches(
     found: Mapping[str, Any],
     optimizers: Sequence[Optimizer],
-    loop: Loop,
+    loop: ScriptLoaders,
     stepped: Callable[[Optimizer], object],
     only: Collection[str] = (),
 ) -> list[Switch]:

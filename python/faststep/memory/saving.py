@@ -68,14 +68,14 @@ class save_on_cpu(graph.save_on_cpu):  # noqa: N801 - torch's name
                 # An output would hold itself, by the graph behind it, until backward has run.
                 return pack(tensor if tensor.grad_fn is None else tensor.detach())
             if _is_leaf(tensor) or (tensor._base is not None and _is_leaf(tensor._base)):
-                return _Kept(tensor)
+                return _Leaf(tensor)
             if tensor.nbytes < SMALL:
                 return _Small(_dense(tensor, pin_memory))
             return _copies_of(tensor.device).save(tensor, pin_memory)
 
         def unpack_ours(packed: Any) -> Any:
             return (
-                packed.unpack() if isinstance(packed, (_Kept, _Small, _Saved)) else unpack(packed)
+                packed.unpack() if isinstance(packed, (_Leaf, _Small, _Copied)) else unpack(packed)
             )
 
         self.pack_hook, self.unpack_hook = pack_ours, unpack_ours
@@ -113,7 +113,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class _Kept:
+class _Leaf:
     """A leaf, which the graph holds anyway, or a view of one."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -182,7 +182,7 @@ class _Copy:
             self._copies.dropped.append((self.nbytes, device, self.stream, self.event))
 
 
-class _Saved:
+class _Copied:
     """A tensor of the graph."""
 
     def __init__(self, copies: _Copies, copy: _Copy, tensor: Tensor, is_contiguous: bool) -> None:
@@ -225,7 +225,7 @@ class _Copies:
         self._order: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         self._count = 0
 
-    def save(self, tensor: Tensor, is_contiguous: bool) -> _Saved:
+    def save(self, tensor: Tensor, is_contiguous: bool) -> _Copied:
         with self._lock:
             self._let_go_of_dropped()
             is_dense = _is_dense(tensor)
@@ -238,7 +238,7 @@ class _Copies:
                 flat = tensor.detach().as_strided((tensor.numel(),), (1,))
                 copy = self._send(tensor, flat.clone() if is_dense else flat)
                 self._known[key] = copy
-            return _Saved(self, copy, tensor, is_contiguous)
+            return _Copied(self, copy, tensor, is_contiguous)
 
     def load(self, copy: _Copy) -> Tensor:
         """The elements on the device, flat, for the current stream."""

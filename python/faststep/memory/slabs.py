@@ -14,7 +14,7 @@ HELD = 4  # a slab has room for that many ranges of the size that it is made for
 ALIGNMENT = 512
 
 
-class Slab:
+class PoolSlab:
     """Memory, and the ranges of it that are free, in order."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -22,7 +22,7 @@ class Slab:
         self.free = [(0, memory.numel())]
 
 
-Range = tuple[Slab, int, int]  # bytes of a slab, from one to the other
+Range = tuple[PoolSlab, int, int]  # bytes of a slab, from one to the other
 
 
 class Slabs:
@@ -39,7 +39,7 @@ class Slabs:
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self._make = make
-        self.slabs: list[Slab] = []
+        self.slabs: list[PoolSlab] = []
         self.returned: deque[Range] = deque()
 
     def take(self, nbytes: int) -> Range:
@@ -53,7 +53,7 @@ class Slabs:
                     return slab, start, start + size
         room = max(LEAST, size, min(HELD * size, MOST))
         # torch's own pool rounds up to a power of two
-        self.slabs.append(Slab(self._make(1 << (room - 1).bit_length())))
+        self.slabs.append(PoolSlab(self._make(1 << (room - 1).bit_length())))
         return self.take(nbytes)
 
     def take_back(self) -> None:

@@ -281,13 +281,13 @@ class Copies:
             self.waits.remove()
 
 
-def _new_pipe(threads: int | None, cores: Collection[int]) -> _C.Offload:
+def _new_pipe(threads: int | None, cores: Collection[int]) -> _C.OffloadPipe:
     every = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)  # of this thread, by which new ones are bound
     try:
         threads = threads or len(cores or every) - 1
-        return _C.Offload(min(max(1, threads), MOST_THREADS), _TILE)
+        return _C.OffloadPipe(min(max(1, threads), MOST_THREADS), _TILE)
     finally:
         if cores:
             os.sched_setaffinity(0, every)

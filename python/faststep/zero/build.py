@@ -32,7 +32,7 @@ from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
 from .saved.state_dicts import cut_states
 from .stage3.blocks import announce, blocks_of
-from .stage3.fully_sharded import Watch, check_fully, follow_successors, shard_fully
+from .stage3.fully_sharded import StepCheck, check_fully, follow_successors, shard_fully
 from .step.slice_offload import cores_of
 from .step.slice_optimizer import Kind, options_of
 from .transport.group import Group, group_of
@@ -126,7 +126,7 @@ def _fully(
     sharded = announce(model, blocks, is_default and not group.rank)
     shard_fully(model, fused, group, blocks, asked.offload == "params")
     optimizer.state.clear()
-    check = Watch(model, blocks, fused, group).check_step
+    check = StepCheck(model, blocks, fused, group).check_step
     made = ShardedOptimizer(optimizer, fused, None, asked.max_grad_norm, group, before_step=check)
     made.blocks = sharded
     if asked.offload == "optimizer":

@@ -29,7 +29,7 @@ from ..resume.progress import Progress
 from ..stats import Metered
 from ..types import Loader, State
 from .columns import NotArrays
-from .gather_plan import Plan
+from .gather_plan import GatherPlan
 
 AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
@@ -75,7 +75,7 @@ class _Entry(NamedTuple):
 
     number: int
     indices: Any  # a Run of a known order, else what the sampler gave
-    plan: Plan | None = None  # whose threads gather it; None if torch's fetcher has to
+    plan: GatherPlan | None = None  # whose threads gather it; None if torch's fetcher has to
     batch: _C.Batch | None = None  # what they gather
     error: Exception | None = None  # what stands in its place
 
@@ -98,7 +98,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     _process = 0  # until the constructor sets it; it may fail before
 
     def __init__(
-        self, loader: Loader, plan: Plan, slots: _C.Slots, state: State | None = None
+        self, loader: Loader, plan: GatherPlan, slots: _C.Slots, state: State | None = None
     ) -> None:
         stand_in = LoaderStandIn(loader, state, ahead=1)
         call_as_constructor[loader.num_workers > 0](BaseDataLoaderIter.__init__, self, stand_in)

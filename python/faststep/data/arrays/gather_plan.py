@@ -36,7 +36,7 @@ def _is(dataset: object, base: type) -> bool:
     )
 
 
-class Plan:
+class GatherPlan:
     """The columns of a dataset, and which of their rows are its samples.
 
     Args:
@@ -88,7 +88,7 @@ class Plan:
         prototypes = [form.prototype for form in self.gathered]
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
 
-    def start(self, slots: _C.Slots, workers: int) -> Plan:
+    def start(self, slots: _C.Slots, workers: int) -> GatherPlan:
         """Starts the threads of this plan, or of a new one of the same dataset if tensors moved.
 
         Raises:
@@ -99,7 +99,7 @@ class Plan:
             plan.gather = plan._threads(slots, workers)
             if all(column.is_current for column in plan._columns):
                 return plan
-            in_place, structure, plan = plan.in_place, plan.structure, Plan(self._dataset)
+            in_place, structure, plan = plan.in_place, plan.structure, GatherPlan(self._dataset)
             if in_place is not None and plan.structure == structure:
                 plan.leave_in_place(in_place.field)
 

@@ -83,7 +83,7 @@ def _is_arrow_stream(head: bytes, size: int) -> bool:
     return head.startswith(b"\xff\xff\xff\xff") and 8 <= length <= size - 8
 
 
-class Format(NamedTuple):
+class FileFormat(NamedTuple):
     """A format of files.
 
     Args:
@@ -115,28 +115,28 @@ class Format(NamedTuple):
         return self.opener(path, **options)
 
 
-LMDB = Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", LMDBDataset)
-CONVERTED = Format("a converted directory", lambda head, size: False, open_manifest)
-FOLDERS = Format("a folder of images", lambda head, size: False, ImageFolder)
+LMDB = FileFormat("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", LMDBDataset)
+CONVERTED = FileFormat("a converted directory", lambda head, size: False, open_manifest)
+FOLDERS = FileFormat("a folder of images", lambda head, size: False, ImageFolder)
 FORMATS = [
-    Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), open_npy),
-    Format("npz", _is_npz, open_npz),
-    Format(
+    FileFormat("npy", lambda head, size: head.startswith(b"\x93NUMPY"), open_npy),
+    FileFormat("npz", _is_npz, open_npz),
+    FileFormat(
         "HDF5",
         lambda head, size: any(head[at : at + 8] == HDF5 for at in (0, 512, 1024, 2048)),
         open_hdf5,
     ),
-    Format("Parquet", lambda head, size: head.startswith(b"PAR1"), ParquetDataset, many=True),
-    Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), open_arrow),
-    Format("Arrow stream", _is_arrow_stream, open_arrow),
+    FileFormat("Parquet", lambda head, size: head.startswith(b"PAR1"), ParquetDataset, many=True),
+    FileFormat("Arrow", lambda head, size: head.startswith(b"ARROW1"), open_arrow),
+    FileFormat("Arrow stream", _is_arrow_stream, open_arrow),
     LMDB,
-    Format("tar", _is_tar, TarDataset, many=True),
-    Format("tar in gzip", _in_gzip(_is_tar, 512), TarDataset, many=True),
-    Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
-    Format("safetensors", _is_safetensors, open_safetensors),
-    Format("zip", is_zip, ZipDataset, many=True),
-    Format("JSON lines", begins_json_lines, JsonLinesDataset, many=True),
-    Format("JSON lines in gzip", _in_gzip(begins_json_lines), JsonLinesStream, many=True),
+    FileFormat("tar", _is_tar, TarDataset, many=True),
+    FileFormat("tar in gzip", _in_gzip(_is_tar, 512), TarDataset, many=True),
+    FileFormat("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
+    FileFormat("safetensors", _is_safetensors, open_safetensors),
+    FileFormat("zip", is_zip, ZipDataset, many=True),
+    FileFormat("JSON lines", begins_json_lines, JsonLinesDataset, many=True),
+    FileFormat("JSON lines in gzip", _in_gzip(begins_json_lines), JsonLinesStream, many=True),
 ]
 
 
@@ -176,7 +176,7 @@ def open(path: PathLike | Sequence[PathLike], **options: object) -> Dataset[Any]
     return _open_files([os.fsdecode(part) for part in path], options)
 
 
-def format_of(path: str) -> Format:
+def format_of(path: str) -> FileFormat:
     """The format of a file, by its content; FormatError where it is none that is known."""
     with open_regular(path) as file:
         head = file.read(HEAD)

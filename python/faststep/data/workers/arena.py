@@ -19,10 +19,10 @@ from ... import _C
 from ..deliver.copies import memory_owners
 
 _keys = itertools.count(1)
-_arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+_arenas: weakref.WeakValueDictionary[int, KeyedArena] = weakref.WeakValueDictionary()
 
 
-class Arena:
+class KeyedArena:
     """A _C.Arena with a key, by which packed batches find it, and counts of what came through it.
 
     Raises:
@@ -87,7 +87,7 @@ class _Attached:
         self.memory = _C.Arena(file.detach(), reserve)
 
 
-def arena_of(key: int) -> Arena:
+def arena_of(key: int) -> KeyedArena:
     """The arena of this process with that key.
 
     Raises:
@@ -174,8 +174,8 @@ class Workers:
 
     def __init__(self, method: str) -> None:
         self._method = method
-        self._idle: Arena | None = None
-        self._latest: Arena | None = None
+        self._idle: KeyedArena | None = None
+        self._latest: KeyedArena | None = None
         self.reason: str | None = None  # why torch's own iterator has to do it
 
     def prepare(self) -> bool:
@@ -183,19 +183,19 @@ class Workers:
         self.reason = None
         if self._idle is None or self._idle.process != os.getpid():
             try:
-                self._idle = Arena()
+                self._idle = KeyedArena()
             except MemoryError as error:
                 self.reason = str(error)
         return self.reason is None
 
-    def lend(self) -> Arena:
+    def lend(self) -> KeyedArena:
         """The arena that was prepared."""
         arena, self._idle = self._idle, None
         assert arena is not None
         self._latest = arena
         return arena
 
-    def give_back(self, arena: Arena) -> None:
+    def give_back(self, arena: KeyedArena) -> None:
         """`arena` may be used again: none of its iterator's workers lives."""
         arena.memory.sweep()
         arena.unpin_what_no_child_sees()

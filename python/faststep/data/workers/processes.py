@@ -21,7 +21,7 @@ from ..deliver.copies import copier_of
 from ..plain import OwnWorkers
 from ..resume.loader_stand_in import LoaderStandIn
 from ..types import CollateFn, Loader, State, WorkerInitFn
-from .arena import Arena, Workers
+from .arena import KeyedArena, Workers
 from .packed_batch import pack
 from .rows import CONTAINERS, Rows
 
@@ -52,7 +52,7 @@ class Packer:
     memory with the batch, so no other code may see them.
     """
 
-    def __init__(self, collate_fn: CollateFn, arena: Arena) -> None:
+    def __init__(self, collate_fn: CollateFn, arena: KeyedArena) -> None:
         self._collate_fn = collate_fn
         self._arena = arena
         self._blocks: dict[int, int] = {}  # taken for the batch that is made, by address
@@ -131,7 +131,7 @@ class ProcessIterator(OwnWorkers):
 
     def __init__(self, loader: Loader, workers: Workers, state: State | None = None) -> None:
         self._lender = workers
-        self._arena: Arena | None = workers.lend()
+        self._arena: KeyedArena | None = workers.lend()
         stand_in = LoaderStandIn(loader, state, has_processes=True)
         packer = Packer(stand_in.collate_fn, self._arena)
         stand_in.collate_fn = packer

@@ -182,7 +182,7 @@ def follow_successors(optimizer: Optimizer) -> None:
             optimizer.state[after] = {key: cut(value, param, after) for key, value in state.items()}
 
 
-class Watch:
+class StepCheck:
     """Looks at the model in each forward, and at all ranks before each step.
 
     fully_shard does not call hooks of `register_hook()`, and ignores values of `.data =`. It
