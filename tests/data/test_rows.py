@@ -13,7 +13,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from faststep.data import DataLoader
 from faststep.data.workers import packed_batch
-from faststep.data.workers.arena import Arena
+from faststep.data.workers.arena import KeyedArena
 from faststep.data.workers.processes import Packer
 
 from .shapes import Mapped
@@ -40,7 +40,7 @@ class Counting:
 
 def fetched(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     """The batch, unpacked, and how many large tensors were stacked late."""
-    arena = Arena()
+    arena = KeyedArena()
     memory, arena.memory = arena.memory, Counting(arena.memory)  # type: ignore[assignment]
     late = []
     stack = torch.stack
@@ -182,7 +182,7 @@ OTHERS: dict[str, Make] = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_all_else_is_as_it_was(kind: str) -> None:
     make = OTHERS[kind]
-    arena = Arena()
+    arena = KeyedArena()
     batch = Packer(default_collate, arena).fetch([make(i) for i in range(COUNT)], [0, 2, 1])
     want = default_collate([make(i) for i in (0, 2, 1)])
     assert plain(packed_batch._unpack(*batch._parts)) == plain(want)
@@ -203,7 +203,7 @@ def test_all_else_is_as_it_was(kind: str) -> None:
     ],
 )
 def test_errors_are_torchs_and_leave_no_block(make: Make) -> None:
-    arena = Arena()
+    arena = KeyedArena()
     outcomes = []
     for fetch in (
         lambda: default_collate([make(i) for i in range(COUNT)]),
@@ -220,9 +220,9 @@ def test_errors_are_torchs_and_leave_no_block(make: Make) -> None:
 
 
 def test_who_fetches_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer, indices = Packer(default_collate, Arena()), list(range(COUNT))
+    packer, indices = Packer(default_collate, KeyedArena()), list(range(COUNT))
     assert packer.fetch(Mapped(fresh, COUNT), range(COUNT)) is NotImplemented
-    assert Packer(list, Arena()).fetch(Mapped(fresh, COUNT), indices) is NotImplemented
+    assert Packer(list, KeyedArena()).fetch(Mapped(fresh, COUNT), indices) is NotImplemented
     monkeypatch.setattr(Mapped, "__getitems__", lambda self, many: [], raising=False)
     assert packer.fetch(Mapped(fresh, COUNT), indices) is NotImplemented
     monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, **_: batch)

@@ -31,7 +31,7 @@ def loader_of(**options: Any) -> DataLoader[Any]:
     return DataLoader(Wide(), BATCH, **options)
 
 
-def arena_of(loader: DataLoader[Any]) -> arenas.Arena:
+def arena_of(loader: DataLoader[Any]) -> arenas.KeyedArena:
     assert loader._faststep.workers is not None
     latest = loader._faststep.workers._latest
     assert latest is not None
