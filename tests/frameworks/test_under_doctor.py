@@ -29,15 +29,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all scripts run."""
-    return tmp_path_factory.mktemp("started")
-
-
 @pytest.fixture(autouse=True)
-def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -46,15 +40,9 @@ def needs(package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make frameworks installs it")
 
 
-STARTED: list[Runs] = []  # whose first one has the server of all
-
-
 def started(script: Path, *arguments: str) -> Runs:
     program = Program(str(script), list(arguments))
-    runs = Runs(program, time.monotonic() + 120, network=False, sandbox="namespaces")
-    STARTED.append(runs)
-    runs._servers = STARTED[0]._servers
-    return runs
+    return Runs(program, time.monotonic() + 120, network=False, sandbox="namespaces")
 
 
 def assert_is_healthy(found: dict[str, Any], *phases: str) -> None:
@@ -66,12 +54,12 @@ def assert_is_healthy(found: dict[str, Any], *phases: str) -> None:
 
 
 @pytest.mark.parametrize("package", SCRIPTS)
-def test_nothing_is_wrong_with_a_framework(package: str, folder: Path) -> None:
+def test_nothing_is_wrong_with_a_framework(package: str, tmp_path: Path) -> None:
     needs(package)
     found = started(SCRIPTS[package], "0").measure(Length(3.0, 25))
     assert_is_healthy(found, "data", "clipping", "optimizer")
     assert [one["module"] for one in found["optimizers"]] == ["torch.optim.adamw"]
-    assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("package", SCRIPTS)
@@ -95,7 +83,6 @@ def test_a_whole_answer_with_accelerate(tmp_path: Path) -> None:
     options = ("--minutes", "1", "--json", "answer.json", str(script), SLOW)
     done = subprocess.run(
         [sys.executable, "-m", "faststep", "doctor", *options],
-        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
