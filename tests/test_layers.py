@@ -266,8 +266,7 @@ def test_rooms_of_the_package_keep_to_their_order() -> None:
 
 def test_no_name_of_a_module_or_class_stands_twice() -> None:
     """But what takes the place of a class of torch has its name, and so has faststep's own."""
-    files = [*ROOT.glob("python/faststep/**/*.py*")]
-    files = [one for one in files if one.suffix in (".py", ".pyi")]
+    files = [path for end in ("py", "pyi") for path in ROOT.glob(f"python/faststep/**/*.{end}")]
     modules = Counter(one.stem for one in files if one.stem not in ("__init__", "__main__"))
     swapped = ROOT / "python/faststep/run/loaders.py"
     texts = [one.read_text() for one in files if one != swapped]

@@ -15,12 +15,8 @@ from programs import MAIN, Programs
 Faststep = Callable[..., subprocess.CompletedProcess[str]]
 
 
-# A doctor that looks at seconds of a script for a fifth of the time, and forks its server.
-HASTY = f"""
-import sys
-sys.path.append({str(Path(__file__).parent)!r})
-import forked
-sys.path.pop()
+# A doctor that looks at seconds of a script for a fifth of the time.
+HASTY = """
 from faststep import doctor
 doctor.FIRST, doctor.trials.SHORT = doctor.Length(1.2, 8, 0.5), doctor.Length(0.6, 5)
 """
